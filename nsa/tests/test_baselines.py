@@ -184,18 +184,14 @@ def test_a_baseline_far_over_the_committed_rows_of_its_card_gives_no_ratio():
     assert re.search(told, said(row)), row.why
 
 
-@pytest.mark.parametrize(
-    ("base_us", "changed"),
-    [
-        (10_000.0, {}),  # another library, a capped card
-        (20_000.0, {"S": 16384}),
-        (20_000.0, {"sharing": "shared"}),
-        (20_000.0, {"device": "NVIDIA H100 80GB HBM3"}),
-        (20_000.0, {"name": "dense sdpa_flash gqa"}),
-        (20_000.0, {"timer": "perf_counter"}),
-    ],
-    ids=["drift", "case", "sharing", "card", "formulation", "clock"],
-)
+@pytest.mark.parametrize("base_us, changed", [
+    (10_000.0, {}),  # another library, a capped card
+    (20_000.0, {"S": 16384}),
+    (20_000.0, {"sharing": "shared"}),
+    (20_000.0, {"device": "NVIDIA H100 80GB HBM3"}),
+    (20_000.0, {"name": "dense sdpa_flash gqa"}),
+    (20_000.0, {"timer": "perf_counter"}),
+], ids=["drift", "case", "sharing", "card", "formulation", "clock"])  # fmt: skip
 def test_a_drift_and_what_nobody_recorded_say_nothing(base_us, changed):
     row = recorded_row(base_us, **changed)
     assert row.status == "VALID" and row.speedup > 1, row.why

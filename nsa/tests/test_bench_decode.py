@@ -155,21 +155,18 @@ def test_queries_that_are_alike_choose_alike():
         steps[2].check_choice(chosen)
 
 
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (["--S_list", "64,0"], "--S_list: must be a whole number above 0, got '0'"),
-        (["--S_list", "64;128"], "--S_list: must be a whole number above 0"),
-        (["--S_list", "64,4", "--T", "1,5"], "--T: must be at most each context length, got 5"),
-        (["--alike", "1.5"], "--alike: must be from 0 to 1, got 1.5"),
-        (["--B", "x"], "--B: must be a whole number above 0, got 'x'"),
-        (["--groups", "3"], "groups must divide heads, got heads=4 groups=3"),
-        (["--d", "3"], "d must divide l and l_sel"),
-        (["--warmup", "-1"], "--warmup: must be 0 or more, got -1"),
-        (["--branch_force_mode", "all"], "--branch_force_mode"),
-        (["--csv", "/dev/null/x/decode.csv"], "--csv: wants a file that can be written"),
-    ],
-)
+@pytest.mark.parametrize("arguments, says", [
+    (["--S_list", "64,0"], "--S_list: must be a whole number above 0, got '0'"),
+    (["--S_list", "64;128"], "--S_list: must be a whole number above 0"),
+    (["--S_list", "64,4", "--T", "1,5"], "--T: must be at most each context length, got 5"),
+    (["--alike", "1.5"], "--alike: must be from 0 to 1, got 1.5"),
+    (["--B", "x"], "--B: must be a whole number above 0, got 'x'"),
+    (["--groups", "3"], "groups must divide heads, got heads=4 groups=3"),
+    (["--d", "3"], "d must divide l and l_sel"),
+    (["--warmup", "-1"], "--warmup: must be 0 or more, got -1"),
+    (["--branch_force_mode", "all"], "--branch_force_mode"),
+    (["--csv", "/dev/null/x/decode.csv"], "--csv: wants a file that can be written"),
+])  # fmt: skip
 def test_bad_arguments_are_named(capsys, arguments, says):
     with pytest.raises(SystemExit) as stop:
         bench_decode.main([*SMALL, *arguments])
@@ -265,11 +262,9 @@ def test_a_wrong_choice_of_blocks_gets_no_number(step, monkeypatch):
     assert row.status == "FAILED" and "chose blocks [0, 1, 2, 5]" in "; ".join(row.why)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [[0, 4, 5, -1], [0, 4, 3, 5], [0, 4, 5, 6], [1, 2, 4, 5], [0, 4, 5, 5], [-1, 0, 4, 5]],
-    ids=str,
-)
+@pytest.mark.parametrize("row", [
+    [0, 4, 5, -1], [0, 4, 3, 5], [0, 4, 5, 6], [1, 2, 4, 5], [0, 4, 5, 5], [-1, 0, 4, 5],
+], ids=str)  # fmt: skip
 def test_choices_against_the_rules_are_seen(step, row):
     chosen = step.blocks.clone()
     step.check_choice(chosen)

@@ -98,15 +98,12 @@ def test_a_report_times_prefill_at_both_ends_of_what_neighbours_share(profile):
         assert (128, 128, 64, "pack", "random") in sizes
 
 
-@pytest.mark.parametrize(
-    ("argv", "want"),
-    [
-        ("--S_list 64,128 --ops full", ["64 random", "128 random", "128 shared"]),
-        ("--S_list 64,128 --ops sel --sharing documents,random",
-         ["64 documents", "64 random", "128 documents", "128 random"]),
-        ("--S_list 64 --ops win,select,turn,pack --sharing shared", ["64 random"] * 4),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("argv, want", [
+    ("--S_list 64,128 --ops full", ["64 random", "128 random", "128 shared"]),
+    ("--S_list 64,128 --ops sel --sharing documents,random",
+     ["64 documents", "64 random", "128 documents", "128 random"]),
+    ("--S_list 64 --ops win,select,turn,pack --sharing shared", ["64 random"] * 4),
+])  # fmt: skip
 def test_sharing_matters_to_what_reads_blocks(argv, want):
     args = bench_prefill.parse([*argv.split(), "--directions", "fwd"])
     assert [f"{shape.S} {sharing}" for shape, *_, sharing in bench_prefill.cells(args)] == want
@@ -207,16 +204,13 @@ def test_a_bench_goes_on_where_a_case_does_not_fit(bench, argv, cells, tmp_path,
     assert len({tuple(r.items()) for r in rows}) == cells  # each says which it is
 
 
-@pytest.mark.parametrize(
-    ("lines", "code"),
-    [
-        ([("VALID", {}), ("FAILED", {})], 1),
-        ([("VALID", {"more_status": "graph=FAILED module=VALID"})], 1),
-        ([("VALID", {"branch_status": "cmp=VALID win=FAILED"})], 1),
-        ([("VALID", {}), ("INVALID", {}), ("SKIPPED", {})], 0),  # the report judges its rows
-        ([("SKIPPED", {}), ("SKIPPED", {})], 3),
-    ],
-)
+@pytest.mark.parametrize("lines, code", [
+    ([("VALID", {}), ("FAILED", {})], 1),
+    ([("VALID", {"more_status": "graph=FAILED module=VALID"})], 1),
+    ([("VALID", {"branch_status": "cmp=VALID win=FAILED"})], 1),
+    ([("VALID", {}), ("INVALID", {}), ("SKIPPED", {})], 0),  # the report judges its rows
+    ([("SKIPPED", {}), ("SKIPPED", {})], 3),
+])  # fmt: skip
 def test_the_exit_code_tells_what_became_of_the_rows(lines, code, tmp_path):
     """With every row in the CSV, whatever became of it."""
     proof = dict(parity={"status": "PASS"}, path_taken="triton", median_us=2.0)

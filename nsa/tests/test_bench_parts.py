@@ -130,44 +130,39 @@ def test_decode_defaults_are_the_documented_cells():
     }
 
 
-@pytest.mark.parametrize(
-    "parse, argv, says",
-    [
-        (bench_sel_triton.parse, ["--dist", "lots"], "--dist"),
-        (bench_sel_triton.parse, ["--L_list", "64,x"], "integers"),
-        (bench_sel_triton.parse, ["--decode", "1", "--L_list", "100"], "n_sel"),
-        (bench_sel_triton.parse, ["--N", "0"], "--N"),
-        (bench_sel_triton.parse, ["--D", "64,x"], "--D"),
-        (bench_sel_triton.parse, ["--repeat", "0"], "--repeat"),
-        (bench_sel_triton.parse, ["--decode", "1", "--n_sel", "8,12"], "--n_sel"),
-        (bench_sel_triton.parse, ["--decode", "1", "--n_sel", "2"], "--n_sel"),
-        (bench_sel_triton.parse, ["--route", "1", "--streams", "1,2"], "--streams"),
-        (bench_sel_triton.parse, ["--decode", "1", "--route", "1"], "--route"),
-        (bench_prefill.parse, ["--ops", "full,half"], "--ops"),
-        (bench_prefill.parse, ["--directions", "up"], "--directions"),
-        (bench_fa2.parse, ["--branches", "sel"], "--branches"),
-        (bench_fa2.parse, ["--dtype", "fp8"], "--dtype"),
-        (bench_fa2.parse, ["--B", "0"], "--B: must be a whole number above 0, got '0'"),
-        (bench_fa2.parse, ["--w", "0"], "--w: must be"),
-        (bench_fa2.parse, ["--d", "0"], "--d: "),
-        (bench_fa2.parse, ["--HQ", "5"], "--G must divide --HQ, got 4 and 5"),
-        (bench_fa2.parse, ["--D", "7"], "--D must be a multiple of 8 up to 256, got 7"),
-        (bench_fa2.parse, ["--seconds", "nan"], "--seconds: must be a finite number above 0"),
-        (bench_fa2.parse, ["--S_list", "64,64"], "wants every integer once, got '64,64'"),
-        (bench_prefill.parse, ["--G", "0"], "--G: must be"),
-        (bench_prefill.parse, ["--d", "24"], "--d must divide --l, got 24 and 32"),
-        (bench_sel_triton.parse, ["--iters", "-3"], "--iters: must be a whole number above 0"),
-        (bench_sel_triton.parse, ["--warmup", "-9"], "--warmup must be 0 or more, got -9"),
-        (bench_sel_triton.parse, ["--seconds", "nan"], "--seconds: must be a finite number"),
-        (bench_sel_triton.parse, ["--sweep", "-1"], "--sweep must be 0 or more, got -1"),
-        (bench_sel_triton.parse, ["--D", "7"], "--D must be multiples of 8 up to 256, got 7"),
-        (bench_sel_triton.parse, ["--Dv", "300"], "--Dv must be multiples of 8 up to 256, got 300"),
-        (bench_sel_triton.parse, ["--streams", "5000"], "--streams must be at most 32"),
-        (bench_sel_triton.parse, ["--dist", "few,few"], "each once, got few,few"),
-        (bench_sel_triton.parse, ["--csv", "/dev/null/x.csv"], "--csv: wants a file that can be"),
-        (bench_fa2.parse, ["--csv", "/tmp"], "wants a file that can be written, got '/tmp'"),
-    ],
-)
+@pytest.mark.parametrize("parse, argv, says", [
+    (bench_sel_triton.parse, ["--dist", "lots"], "--dist"),
+    (bench_sel_triton.parse, ["--L_list", "64,x"], "integers"),
+    (bench_sel_triton.parse, ["--decode", "1", "--L_list", "100"], "n_sel"),
+    (bench_sel_triton.parse, ["--N", "0"], "--N"), (bench_sel_triton.parse, ["--D", "64,x"], "--D"),
+    (bench_sel_triton.parse, ["--repeat", "0"], "--repeat"),
+    (bench_sel_triton.parse, ["--decode", "1", "--n_sel", "8,12"], "--n_sel"),
+    (bench_sel_triton.parse, ["--decode", "1", "--n_sel", "2"], "--n_sel"),
+    (bench_sel_triton.parse, ["--route", "1", "--streams", "1,2"], "--streams"),
+    (bench_sel_triton.parse, ["--decode", "1", "--route", "1"], "--route"),
+    (bench_prefill.parse, ["--ops", "full,half"], "--ops"),
+    (bench_prefill.parse, ["--directions", "up"], "--directions"),
+    (bench_fa2.parse, ["--branches", "sel"], "--branches"),
+    (bench_fa2.parse, ["--dtype", "fp8"], "--dtype"),
+    (bench_fa2.parse, ["--B", "0"], "--B: must be a whole number above 0, got '0'"),
+    (bench_fa2.parse, ["--w", "0"], "--w: must be"), (bench_fa2.parse, ["--d", "0"], "--d: "),
+    (bench_fa2.parse, ["--HQ", "5"], "--G must divide --HQ, got 4 and 5"),
+    (bench_fa2.parse, ["--D", "7"], "--D must be a multiple of 8 up to 256, got 7"),
+    (bench_fa2.parse, ["--seconds", "nan"], "--seconds: must be a finite number above 0"),
+    (bench_fa2.parse, ["--S_list", "64,64"], "wants every integer once, got '64,64'"),
+    (bench_prefill.parse, ["--G", "0"], "--G: must be"),
+    (bench_prefill.parse, ["--d", "24"], "--d must divide --l, got 24 and 32"),
+    (bench_sel_triton.parse, ["--iters", "-3"], "--iters: must be a whole number above 0"),
+    (bench_sel_triton.parse, ["--warmup", "-9"], "--warmup must be 0 or more, got -9"),
+    (bench_sel_triton.parse, ["--seconds", "nan"], "--seconds: must be a finite number"),
+    (bench_sel_triton.parse, ["--sweep", "-1"], "--sweep must be 0 or more, got -1"),
+    (bench_sel_triton.parse, ["--D", "7"], "--D must be multiples of 8 up to 256, got 7"),
+    (bench_sel_triton.parse, ["--Dv", "300"], "--Dv must be multiples of 8 up to 256, got 300"),
+    (bench_sel_triton.parse, ["--streams", "5000"], "--streams must be at most 32"),
+    (bench_sel_triton.parse, ["--dist", "few,few"], "each once, got few,few"),
+    (bench_sel_triton.parse, ["--csv", "/dev/null/x.csv"], "--csv: wants a file that can be"),
+    (bench_fa2.parse, ["--csv", "/tmp"], "wants a file that can be written, got '/tmp'"),
+])  # fmt: skip
 def test_bad_arguments_are_usage_errors(parse, argv, says, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(argv)
@@ -431,20 +426,17 @@ def test_a_healthy_card_gets_no_complaint():
     assert verdict(gpu) == []
 
 
-@pytest.mark.parametrize(
-    "answers, row, says",
-    [
-        ({"nvmlDeviceGetEnforcedPowerLimit": 300_000,
-          "nvmlDeviceGetPowerManagementDefaultLimit": 450_000}, {"gemm_frac": 0.62},
-         "bf16 GEMM run at 62% of what a NVIDIA Fake should do (power-capped at 300 W of 450 W)"),
-        ({}, {"copy_frac": 0.5}, "no cause seen in NVML"),
-        ({"nvmlDeviceGetMaxPcieLinkGeneration": 4, "nvmlDeviceGetMaxPcieLinkWidth": 16},
-         {"h2d_gbs": 6.0}, "upload runs at 6 GB/s of 32"),
-        ({}, {"others_mib": 501}, "501 MiB of the card are in use by others"),
-        ({"nvmlDeviceGetTotalEccErrors": 3}, {}, "3 uncorrected ECC errors"),
-        ({"nvmlDeviceGetRemappedRows": (1, 0, 1, 0)}, {}, "memory rows wait for a remap"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("answers, row, says", [
+    ({"nvmlDeviceGetEnforcedPowerLimit": 300_000,
+      "nvmlDeviceGetPowerManagementDefaultLimit": 450_000}, {"gemm_frac": 0.62},
+     "bf16 GEMM run at 62% of what a NVIDIA Fake should do (power-capped at 300 W of 450 W)"),
+    ({}, {"copy_frac": 0.5}, "no cause seen in NVML"),
+    ({"nvmlDeviceGetMaxPcieLinkGeneration": 4, "nvmlDeviceGetMaxPcieLinkWidth": 16},
+     {"h2d_gbs": 6.0}, "upload runs at 6 GB/s of 32"),
+    ({}, {"others_mib": 501}, "501 MiB of the card are in use by others"),
+    ({"nvmlDeviceGetTotalEccErrors": 3}, {}, "3 uncorrected ECC errors"),
+    ({"nvmlDeviceGetRemappedRows": (1, 0, 1, 0)}, {}, "memory rows wait for a remap"),
+])  # fmt: skip
 def test_what_holds_a_card_back_is_named(answers, row, says):
     assert any(says in line for line in verdict(FakeGpu(**answers), **row))
 
@@ -518,19 +510,16 @@ def test_a_cards_state_is_in_the_units_it_says():
         assert state["reasons"] == ["HwSlowdown"]
 
 
-@pytest.mark.parametrize(
-    "arch, dtype, width, whole, usable",
-    [
-        (90, torch.bfloat16, 128, 128, True),
-        (0, torch.float16, 16, 16, True),
-        (89, torch.bfloat16, 128, 128, False),
-        (90, torch.float32, 128, 128, False),
-        (90, torch.bfloat16, 192, 128, True),  # 128 + 64
-        (90, torch.bfloat16, 128, 192, False),  # one part must be a power of two
-        (90, torch.bfloat16, 24, 16, False),  # 16 + 8: the second part would be padded
-        (90, torch.bfloat16, 40, 64, False),
-    ],
-)
+@pytest.mark.parametrize("arch, dtype, width, whole, usable", [
+    (90, torch.bfloat16, 128, 128, True),
+    (0, torch.float16, 16, 16, True),
+    (89, torch.bfloat16, 128, 128, False),
+    (90, torch.float32, 128, 128, False),
+    (90, torch.bfloat16, 192, 128, True),  # 128 + 64
+    (90, torch.bfloat16, 128, 192, False),  # one part must be a power of two
+    (90, torch.bfloat16, 24, 16, False),  # 16 + 8: the second part would be padded
+    (90, torch.bfloat16, 40, 64, False),
+])  # fmt: skip
 def test_descriptors_are_used_where_tiles_are_whole(arch, dtype, width, whole, usable):
     k, v = torch.zeros(4, 2, width, dtype=dtype), torch.zeros(4, 2, whole, dtype=dtype)
     assert tma_usable(arch, k, whole=v) is usable

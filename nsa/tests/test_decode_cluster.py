@@ -8,12 +8,11 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from bench.parity import assert_parity
-from nsa import launches
 from nsa.flags import clear_flags_cache
 from nsa.kernels.aot import usage
 from nsa.kernels.decode import cluster, nsa_decode_triton
@@ -21,13 +20,23 @@ from nsa.kernels.decode.cluster import (
     HEAD_SIZES,
     MOST_BLOCKS,
     SHARED_MOST,
-    StepProblem,
     compile_cluster,
     plan,
     why_not,
 )
 from nsa.kernels.tiles import cdiv
-from nsa.tests.test_decode_kernels import BF16, F16, F32, WIDE, Caches, Step
+from nsa.tests import test_decode_kernels as kernels
+from nsa.tests.test_decode_kernels import (
+    BF16,
+    F16,
+    F32,
+    GIVEN,
+    WIDE,
+    Caches,
+    Step,
+    assert_nan_harms_no_other,
+    assert_proven,
+)
 
 NAME = "_decode_cluster_kernel"
 SMALL = dict(D=64, Dv=64, h=2, d=4, l=8, l_sel=16, w=16)
@@ -100,8 +109,7 @@ def served(cuda, kernel_device, monkeypatch):
 
 def launched(caches):
     """A step that was one launch of this kernel."""
-    with launches.recording() as counts:
-        out, indices = caches.run()
+    out, indices, counts = caches.launched()
     assert dict(counts) == {NAME: 1}
     return out, indices, counts
 
@@ -112,15 +120,7 @@ def launched(caches):
 def test_step(step, served):
     caches = Caches(step, "cuda")
     out, indices, counts = launched(caches)
-    assert_parity(
-        f"decode/cluster/{step}", "decode", out, caches.expected(indices, torch.float64),
-        caches.expected(indices, step.dtype), path_requested="triton", path_taken="triton",
-        launches=counts, expect_kernels=[NAME], seed=0,
-    )  # fmt: skip
-    want = caches.chosen()
-    assert torch.equal((indices < 0).sum(-1), (want < 0).sum(-1))
-    wrong = (indices != want).any(-1).sum().item()
-    assert wrong <= 0.05 * want[..., 0].numel(), f"{wrong} rows chose other blocks"
+    assert_proven(f"cluster/{step}", caches, out, indices, counts, [NAME])
     again, same, _ = launched(caches)  # sums have a fixed order
     assert torch.equal(again, out) and torch.equal(same, indices)
 
@@ -188,21 +188,14 @@ def test_what_later_tokens_add_changes_no_earlier_one(lens, served):
     (1, 0, (4000, 20, 1500)), (1, 64, (4000, 20, 1500)), (4, 64, FEW_AND_MANY[0]),
     (4, 0, FEW_AND_MANY[1]),
 ], ids=str)  # fmt: skip
-def test_branches_add_up_to_the_step(T, page, lens, served):
-    step = Step(lens, T=T, G=4, page=page, **WIDE)
-    caches = Caches(step, "cuda")
+def test_branches_add_up_to_the_step(T, page, lens, served, monkeypatch):
+    caches = Caches(Step(lens, T=T, G=4, page=page, **WIDE), "cuda")
     out, indices, _ = launched(caches)
-    total, real = 0, nsa_decode_triton
+    total = 0
     for branch in ("cmp", "sel", "win"):
-        given = indices if branch == "sel" else None
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "nsa.tests.test_decode_kernels.nsa_decode_triton",
-                lambda *args, branch=branch, given=given, **kw: real(
-                    *args, **kw, branch=branch, block_indices=given
-                ),
-            )
-            part, _, _ = launched(caches)
+        given = dict(branch=branch, block_indices=indices if branch == "sel" else None)
+        monkeypatch.setattr(kernels, "nsa_decode_triton", partial(nsa_decode_triton, **given))
+        part, _, _ = launched(caches)
         assert part.float().norm() > 0.01 * out.float().norm()
         total = total + part.float()
     torch.testing.assert_close(total, out.float(), rtol=2e-2, atol=2e-2)
@@ -232,42 +225,27 @@ def test_one_graph_serves_all_lengths(T, G, served):
 
 def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(served):
     caches = Caches(Step((4000, 2500), G=4, **WIDE), "cuda")
-    out, indices, _ = launched(caches)
-    caches.q[0] = float("nan")
-    other, blocks, _ = launched(caches)
-    assert torch.equal(blocks[1], indices[1]) and torch.equal(other[1], out[1])
-    assert other[0].isnan().all()
-    for found in blocks[0].flatten(0, -2).tolist():
-        assert {0, 61, 62} < set(found) <= set(range(63)) and found == sorted(set(found))
+    launched(caches)
+    assert assert_nan_harms_no_other(caches)[0].isnan().all()
 
 
 def test_who_asks_for_triton_or_has_unaligned_queries_gets_triton(served, monkeypatch):
     caches = Caches(Step((4000,), G=4, **WIDE), "cuda")
-    out, indices, _ = launched(caches)
+    out, _, _ = launched(caches)
     room = caches.q.new_empty(caches.q.numel() + 4)
     aligned, caches.q = caches.q, room[4:].view_as(caches.q).copy_(caches.q)
-    with launches.recording() as counts:
-        again, same = caches.run()
+    again, _, counts = caches.launched()
     assert NAME not in counts and "_decode_scan_kernel" in counts
     torch.testing.assert_close(again, out, rtol=2e-2, atol=2e-2)
     caches.q = aligned
     assert caches.kernels() == [NAME]
     monkeypatch.setenv("NSA_USE_CLUSTER", "0")
-
     clear_flags_cache()
     assert NAME not in caches.kernels()
-    with launches.recording() as counts:
-        caches.run()
-    assert set(counts) == set(caches.kernels(in_graph=True))
+    assert set(caches.launched()[2]) == set(caches.kernels(in_graph=True))
 
 
 # ---- without a GPU -----------------------------------------------------------------------------
-
-
-GIVEN = StepProblem(
-    torch.device("cuda", 0), 1, 1, 64, 4, 128, 128, BF16, BF16, 32, 16, 64, 16, 1, 2, 512, 8192,
-    ring=True,
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("changed, why", [
@@ -371,17 +349,16 @@ def loads(monkeypatch):
     class Loads(list):
         error = None
 
+        def __call__(self, macros):
+            self.append(macros)
+            if self.error:
+                raise self.error
+            return f"function {len(self)}", "cuLaunchKernel"
+
     asked = Loads()
-
-    def load(macros):
-        asked.append(macros)
-        if asked.error:
-            raise asked.error
-        return f"function {len(asked)}", "cuLaunchKernel"
-
     monkeypatch.setattr(cluster, "arch_of", lambda device: 90)
     monkeypatch.setattr(cluster, "sm_count", lambda device: 132)
-    monkeypatch.setattr(cluster, "_load", load)
+    monkeypatch.setattr(cluster, "_load", asked)
     for cached in (cluster._kernel, cluster._function):
         cached.cache_clear()
     yield asked
@@ -391,17 +368,15 @@ def loads(monkeypatch):
 
 def test_where_it_cannot_be_had_steps_take_several_launches(loads):
     loads.error = cluster.Unavailable("no such library")
+    ask = lambda use=True, **changed: cluster.cluster_kernel(use, GIVEN._replace(**changed))
     with pytest.warns(RuntimeWarning, match="take several launches.*no such library"):
-        assert cluster.cluster_kernel(True, GIVEN) is None
-    assert cluster.cluster_kernel(True, GIVEN) is None
-    shorter = GIVEN._replace(max_len=8000)
-    assert cluster.cluster_kernel(True, shorter) is None  # the cause is the same
-    assert cluster.cluster_kernel(False, GIVEN) is None
+        assert ask() is None
+    # Of a shorter one the cause is the same.
+    assert ask() is ask(max_len=8000) is ask(use=False) is None
     assert len(loads) == 1 and loads[0]["HEADS"] == 16
-    changes = dict(tokens=9, dtype=F32, gate_dtype=F32, page=24)
-    for changed in (*({name: x} for name, x in changes.items()), dict(gate_dtype=F16)):
-        assert cluster.cluster_kernel(True, GIVEN._replace(**changed)) is None
-    assert len(loads) == 2  # of fp32 gates alone
+    for name, x in dict(tokens=9, dtype=F32, page=24, gate_dtype=F16).items():
+        assert ask(**{name: x}) is None
+    assert ask(gate_dtype=F32) is None and len(loads) == 2  # of fp32 gates alone
 
 
 def test_a_dead_context_is_not_taken_for_a_kernel_that_cannot_be_had(loads):

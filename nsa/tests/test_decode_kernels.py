@@ -7,6 +7,8 @@ take the vectorised fp64 reference, the others the oracle.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -99,8 +101,7 @@ class Caches:
         self.q = randn(B, s.T, HQ, s.D, seed=seed + 1, **kw)
         self.gates = randn(B, s.T, HQ, 3, seed=seed + 2, **kw).sigmoid()
         self.lens = torch.tensor(s.lens, dtype=torch.int32, device=device)
-        shape = len(s.lens), s.G
-        descales = (randn(*shape, seed=seed + i, device=device).abs() + 0.3 for i in (9, 10))
+        descales = (randn(B, s.G, seed=seed + i, device=device).abs() + 0.3 for i in (9, 10))
         self.descales = dict(zip(("k_descale", "v_descale"), descales, strict=True))
         self.cmp = self.filled(max(num_compressed(s.capacity, s.l, s.d), 1), seed + 3, True)
         self.sel = self.filled(s.capacity, seed + 5)
@@ -154,6 +155,11 @@ class Caches:
             window_ring=s.ring, return_indices=True, softmax_scale=softmax_scale,
             counters=counters, cmp_paged=s.cmp_paged, **(self.descales if s.fp8 else {}),
         )  # fmt: skip
+
+    def launched(self, **how: Any) -> tuple[Tensor, Tensor, dict[str, int]]:
+        """run(), and what it launched."""
+        with launches.recording() as counts:
+            return *self.run(**how), counts
 
     def counters(self) -> Tensor:
         s = self.step
@@ -234,6 +240,21 @@ def without_clusters(monkeypatch):
 CORE = (1, 3, 5, 6, 7, 9, 10)  # what every report runs
 
 
+def assert_proven(case, caches, out, indices, counts, kernels):
+    """The step is plain attention over the blocks that it chose, which are those of the oracle."""
+    s = caches.step
+    assert_parity(
+        f"decode/{case}", "decode", out, caches.expected(indices, torch.float64),
+        caches.expected(indices, s.dtype), path_requested="triton", path_taken="triton",
+        launches=counts, expect_kernels=kernels, seed=0,
+    )  # fmt: skip
+    want = caches.chosen()
+    got = indices.to(want.device)
+    assert torch.equal((got < 0).sum(-1), (want < 0).sum(-1))
+    wrong, total = int((got != want).any(-1).sum()), got[..., 0].numel()
+    assert wrong <= 0.05 * total, f"{wrong} of {total} rows chose other blocks"
+
+
 @pytest.mark.parametrize(
     "step",
     [pytest.param(s, marks=[pytest.mark.core] if i in CORE else []) for i, s in enumerate(STEPS)],
@@ -254,23 +275,13 @@ def test_step(step, team, kernel_device, tune):
         kernels = caches.kernels()
         if kernels != ["_decode_team_kernel"] or step.cmp_paged:
             pytest.skip("too large for one launch")
-    with launches.recording() as counts:
-        out, indices = caches.run(counters=counters)
+    out, indices, counts = caches.launched(counters=counters)
     assert set(counts) == set(kernels)
     if team:
         again, same = caches.run(counters=counters)  # which finds the counters' signs turned
         assert torch.equal(again, out) and torch.equal(same, indices)
         assert not (counters & 0x7FFFFFFF).any(), "programs were left waiting"
-    assert_parity(
-        f"decode/{step}", "decode", out, caches.expected(indices, torch.float64),
-        caches.expected(indices, step.dtype), path_requested="triton", path_taken="triton",
-        launches=counts, expect_kernels=kernels, seed=0,
-    )  # fmt: skip
-    want = caches.chosen()
-    got = indices.to(want.device)
-    assert torch.equal((got < 0).sum(-1), (want < 0).sum(-1))
-    wrong, total = int((got != want).any(-1).sum()), got[..., 0].numel()
-    assert wrong <= 0.05 * total, f"{wrong} of {total} rows chose other blocks"
+    assert_proven(step, caches, out, indices, counts, kernels)
 
 
 @pytest.fixture
@@ -290,28 +301,35 @@ def tune(monkeypatch):
 WAYS = [(16, 2**20), (16, 1), (2**20, 2**20), (2**20, 1)]
 
 
-@pytest.mark.parametrize("blocks, ranks", [WAYS[0], WAYS[1], WAYS[3]])
-def test_every_way_to_choose_is_the_same(blocks, ranks, kernel_device, tune):
+@pytest.fixture(params=WAYS, ids=str)
+def way(request, tune):
+    """Set a way to choose, once it is called."""
+    blocks, ranks = request.param
+
+    def choose():
+        tune(SINGLE_BLOCKS=(blocks, blocks), CHUNK_BLOCKS=(blocks, blocks), RANKED=ranks)
+        return blocks == 16
+
+    return choose
+
+
+def test_every_way_to_choose_is_the_same(way, kernel_device):
     caches = Caches(Step((330, 45), T=2, h=4, n_sel=4, capacity=340), kernel_device)
     out, indices = caches.run()
-    tune(SINGLE_BLOCKS=(blocks, blocks), CHUNK_BLOCKS=(blocks, blocks), RANKED=ranks)
-    with launches.recording() as counts:
-        again, same = caches.run()
-    assert ("_decode_candidates_kernel" in counts) == (blocks == 16)
-    assert torch.equal(same, indices)
-    assert torch.equal(again, out)
+    by_chunks = way()
+    again, same, counts = caches.launched()
+    assert ("_decode_candidates_kernel" in counts) == by_chunks
+    assert torch.equal(same, indices) and torch.equal(again, out)
 
 
-@pytest.mark.parametrize("blocks, ranks", WAYS)
 @pytest.mark.parametrize("h, l_sel", [(3, 16), pytest.param(16, 32, marks=pytest.mark.core)])
-def test_every_row_has_as_many_blocks_as_it_sees(h, l_sel, blocks, ranks, kernel_device, tune):
+def test_every_row_has_as_many_blocks_as_it_sees(h, l_sel, way, kernel_device):
     """Threads that sum the scores of heads differently by a bit would rank a block ahead of itself;
     on a GPU that took the last block from one row in fifty."""
-    many = 1 if kernel_device == "cpu" else 40
-    T = 2 if many == 1 else 4
+    many, T = (1, 2) if kernel_device == "cpu" else (40, 4)
     step = Step((263, 45) * many, T=T, G=1, h=h, l_sel=l_sel, n_sel=6, capacity=300)
     caches = Caches(step, kernel_device)
-    tune(SINGLE_BLOCKS=(blocks, blocks), CHUNK_BLOCKS=(blocks, blocks), RANKED=ranks)
+    way()
     chosen = caches.run()[1].cpu()
     for n, of_sequence in zip(step.lens, chosen, strict=True):
         for token, row in enumerate(of_sequence[:, 0].tolist()):
@@ -321,24 +339,21 @@ def test_every_row_has_as_many_blocks_as_it_sees(h, l_sel, blocks, ranks, kernel
             assert row[len(live) :] == [-1] * (step.n_sel - len(live))
 
 
-@pytest.mark.parametrize("blocks, ranks", WAYS)
-def test_ties_go_to_the_lower_block(blocks, ranks, kernel_device, tune):
+def test_ties_go_to_the_lower_block(way, kernel_device):
     """64 keys are seen alike: no weight is rounded, so blocks whose keys lie in two tiles tie."""
-    tune(SINGLE_BLOCKS=(blocks, blocks), CHUNK_BLOCKS=(blocks, blocks), RANKED=ranks)
-    step = Step((263,), n_sel=8, capacity=300)
-    caches = Caches(step, kernel_device)
+    way()
+    caches = Caches(Step((263,), n_sel=8, capacity=300), kernel_device)
     caches.q.zero_()
     _, indices = caches.run()
-    assert indices[0, 0].tolist() == [[0, 1, 2, 3, 4, 5, 15, 16]] * step.G
+    assert indices[0, 0].tolist() == [[0, 1, 2, 3, 4, 5, 15, 16]] * 2
 
 
 def test_a_key_of_two_blocks_counts_for_the_one_in_the_next_tile(kernel_device):
-    step = Step((263,), n_sel=5, capacity=300)
-    caches = Caches(step, kernel_device)
+    caches = Caches(Step((263,), n_sel=5, capacity=300), kernel_device)
     caches.q.fill_(1)
     caches.cmp[0][:, 15] = 3  # the last of 16 keys: half of its tokens in block 3, half in block 4
     _, indices = caches.run()
-    assert indices[0, 0].tolist() == [[0, 3, 4, 15, 16]] * step.G
+    assert indices[0, 0].tolist() == [[0, 3, 4, 15, 16]] * 2
 
 
 @pytest.mark.core
@@ -350,19 +365,15 @@ def test_what_is_not_split_is_merged_at_once(step, kernel_device, tune):
     """In the launch of the selected blocks, as by a launch of its own."""
     caches = Caches(step, kernel_device)
     tune(SELECTED_SPLITS=2, SELECTED_PER_SM=64)
-    with launches.recording() as counts:
-        want, blocks = caches.run()
+    want, blocks, counts = caches.launched()
     assert counts["_decode_merge_kernel"] == 1
     tune(SELECTED_SPLITS=1)
-    with launches.recording() as counts:
-        got, same = caches.run()
+    got, same, counts = caches.launched()
     assert set(counts) == set(caches.kernels(in_graph=True)) == set(KERNELS[:2])
     assert torch.equal(same, blocks)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
     tune(SELECTED_PER_SM=0)  # more programs than run at a time
-    with launches.recording() as counts:
-        caches.run()
-    assert counts["_decode_merge_kernel"] == 1
+    assert caches.launched()[2]["_decode_merge_kernel"] == 1
 
 
 @pytest.mark.parametrize("heads, width, merged", [(32, 128, True), (33, 128, False),
@@ -378,10 +389,8 @@ def test_a_team_chooses_and_merges_as_launches_do(kernel_device, tune):
     caches = Caches(Step((577, 45), T=2, h=4, n_sel=4, capacity=600), kernel_device)
     tune(SINGLE_BLOCKS=(16, 16), CHUNK_BLOCKS=(16, 16), LEAST_TEAM=2, TEAM_PER_SM=64)
     out, indices = caches.run()
-    assert caches.kernels() == ["_decode_team_kernel"]
-    with launches.recording() as counts:
-        again, same = caches.run(counters=caches.counters())
-    assert set(counts) == {"_decode_team_kernel"}
+    again, same, counts = caches.launched(counters=caches.counters())
+    assert [*counts] == caches.kernels() == ["_decode_team_kernel"]
     assert torch.equal(same, indices)
     torch.testing.assert_close(again, out, rtol=1e-3, atol=1e-3)
 
@@ -413,25 +422,20 @@ def test_where_a_team_does_not_fit_the_step_takes_several_launches(
         assert caches.kernels() == KERNELS  # what a bench will look for
 
 
-def test_the_first_step_of_a_team_compiles_what_a_graph_launches(cuda, tune):
+def test_the_first_step_of_a_team_compiles_what_a_graph_launches(cuda, tune, monkeypatch):
     tune(LEAST_TEAM=16)
     caches = Caches(Step((577,), h=4, capacity=600), "cuda")
     counters = caches.counters()
-    with launches.recording() as counts:
-        out, _ = caches.run(counters=counters)
+    out, _, counts = caches.launched(counters=counters)
     assert set(counts) == {"_decode_team_kernel"}
-    plans = []
-    real = step._plan
-    step._plan = lambda *args: plans.append(real(*args)) or plans[-1]
-    try:
+    plans, real = [], step._plan
+    with mock.patch.object(step, "_plan", lambda *args: plans.append(real(*args)) or plans[-1]):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), launches.recording() as captured:
-            again, _ = caches.run(counters=counters)
-        assert set(captured) == set(KERNELS) == set(plans[0].kernels)
-        (compiled,) = plans[0].compiled.values()
-        assert len(compiled) == 3
-    finally:
-        step._plan = real
+        with torch.cuda.graph(graph):
+            again, _, captured = caches.launched(counters=counters)
+    assert set(captured) == set(KERNELS) == set(plans[0].kernels)
+    (compiled,) = plans[0].compiled.values()
+    assert len(compiled) == 3
     graph.replay()
     torch.testing.assert_close(again, out, rtol=1e-3, atol=1e-3)
 
@@ -445,36 +449,47 @@ def test_splits_are_as_many_as_run_at_a_time(n_tiles, tiles_win, room, splits, k
     assert scan_splits(n_tiles, tiles_win, room) == splits
 
 
+# A sequence with the paper's sizes on a GPU.
+GIVEN = step.StepProblem(
+    torch.device("cuda", 0), 1, 1, 64, 4, 128, 128, BF16, BF16, 32, 16, 64, 16, 1, 2, 512, 8192,
+    ring=True,
+)  # fmt: skip
+
+
 def test_which_steps_are_one_launch(monkeypatch, kernel_device):
     monkeypatch.setattr(step, "sm_count", lambda device: 132)
 
-    def team(batch=1, T=1, dtype=BF16, D=128, max_len=8192, arch=90, alone=True, branch=None):
+    def team(arch=90, alone=True, branch=None, **changed):
         monkeypatch.setattr(step, "arch_of", lambda device: arch)
-        problem = step.StepProblem(
-            torch.device("cuda"), batch, T, 64, 4, D, D, dtype, dtype, 32, 16, 64, 16, 1, 2, 512,
-            max_len, ring=True,
-        )  # fmt: skip
-        return step._plan.__wrapped__(problem, branch, alone).team
+        return step._plan.__wrapped__(GIVEN._replace(**changed), branch, alone).team
 
     assert team() == 16 == team(batch=4)
-    assert team(T=2) == 32
+    assert team(tokens=2) == 32
     for other in (
-        dict(batch=5), dict(max_len=16385), dict(dtype=F32), dict(D=256), dict(arch=120),
-        dict(alone=False), dict(branch="cmp"), dict(T=4),
+        dict(batch=5), dict(max_len=16385), dict(dtype=F32, gate_dtype=F32), dict(dim=256, dv=256),
+        dict(arch=120), dict(alone=False), dict(branch="cmp"), dict(tokens=4),
     ):  # fmt: skip
         assert team(**other) == 0, other
+
+
+def assert_nan_harms_no_other(caches):
+    """A query of NaN keeps its forced blocks, and the other sequence its result."""
+    out, indices = caches.run()
+    caches.q[0] = float("nan")
+    other, chosen = caches.run()
+    assert torch.equal(chosen[1], indices[1]) and torch.equal(other[1], out[1])
+    last = (caches.step.lens[0] - 1) // caches.step.l_sel
+    for found in chosen[0].flatten(0, -2).tolist():
+        assert {0, last - 1, last} < set(found) <= set(range(last + 1))
+        assert found == sorted(set(found))
+    return other
 
 
 @pytest.mark.parametrize("ranks", [128, 1])
 def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(ranks, kernel_device, tune):
     tune(RANKED=ranks)
-    caches = Caches(Step((577, 445), h=4, n_sel=4, capacity=600), kernel_device)
-    out, indices = caches.run()
-    caches.q[0] = float("nan")
-    other, chosen = caches.run()
-    assert torch.equal(chosen[1], indices[1]) and torch.equal(other[1], out[1])
-    for blocks in chosen[0].flatten(0, -2).tolist():
-        assert {0, 35, 36} < set(blocks) <= set(range(37)) and blocks == sorted(set(blocks))
+    step = Step((577, 445), h=4, n_sel=4, capacity=600)
+    assert_nan_harms_no_other(Caches(step, kernel_device))
 
 
 def test_a_softmax_scale_of_zero_is_refused_and_a_small_one_taken_as_given(kernel_device):
@@ -488,13 +503,8 @@ def test_a_softmax_scale_of_zero_is_refused_and_a_small_one_taken_as_given(kerne
 
 
 def test_more_rows_than_a_tile_holds_are_refused():
-    q = torch.zeros(1, 9, 16, 16)
-    cache = torch.zeros(1, 64, 1, 16)
     with pytest.raises(NotImplementedError, match="<= 128, got 144"):
-        nsa_decode_triton(
-            q, *[cache] * 6, torch.zeros(1, 9, 16, 3), torch.tensor([64]), l=8, d=4, l_sel=16,
-            n_sel=3, n_init=1, n_local=2, window=16, max_len=64,
-        )  # fmt: skip
+        Caches(Step((64,), T=9, G=1, h=16), "cpu").run()
 
 
 @pytest.mark.parametrize("arch, dtype, D, rows, keys", [
@@ -507,10 +517,8 @@ def test_tiles_fit_beside_the_queries(arch, dtype, D, rows, keys, kernel_device,
     """Where nothing fits, the route says so before a launch fails."""
     monkeypatch.setattr(step, "arch_of", lambda device: arch)
     monkeypatch.setattr(step, "sm_count", lambda device: 100)
-    problem = step.StepProblem(
-        torch.device("cuda"), 1, rows // 16, 32, 2, D, D, dtype, dtype, 32, 16, 64, 16, 1, 2, 512,
-        8192,
-    )  # fmt: skip
+    of = dict(tokens=rows // 16, hq=32, groups=2, dim=D, dv=D, dtype=dtype, gate_dtype=dtype)
+    problem = GIVEN._replace(ring=False, **of)
     if keys is None:
         with pytest.raises(NotImplementedError, match=f"<= 64 .* on sm_{arch}, got {rows}"):
             step._plan.__wrapped__(problem, None)
@@ -519,9 +527,8 @@ def test_tiles_fit_beside_the_queries(arch, dtype, D, rows, keys, kernel_device,
 
 
 def test_more_blocks_than_a_step_can_choose_from_are_refused(kernel_device):
-    problem = step.StepProblem(
-        torch.device("cpu"), 1, 1, 4, 1, 16, 16, F16, F16, 32, 16, 64, 64, 1, 2, 64, 1 << 20
-    )
+    sizes = dict(hq=4, groups=1, dim=16, dv=16, dtype=F16, gate_dtype=F16, n_sel=64, window=64)
+    problem = GIVEN._replace(device=torch.device("cpu"), ring=False, max_len=1 << 20, **sizes)
     assert step._plan(problem, None).selected["N"] == 1 << 13
     with pytest.raises(NotImplementedError, match="max_len=8388608 with n_sel=64"):
         step._plan(problem._replace(max_len=1 << 23), None)

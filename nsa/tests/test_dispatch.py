@@ -41,58 +41,53 @@ WIN, CMP = replace(GPU, branch=Branch.SLIDING), replace(GPU, branch=Branch.COMPR
 BLK, STEP = replace(GPU, branch=Branch.BLOCKS), replace(GPU, branch=Branch.STEP)
 
 
-@pytest.mark.parametrize(
-    ("request_", "flags", "route", "reason"),
-    [
-        (GPU, ON, Route.TRITON, None),
-        (GPU, Flags(), Route.TRITON, None),
-        (GPU, Flags(use_triton_sel=False), Route.SDPA, "not_enabled"),
-        (GPU, Flags(use_triton_sel=True, force_parity=True), Route.REFERENCE, "force_parity"),
-        (replace(GPU, device="cpu", capability=None), ON, Route.SDPA, "no_cuda"),
-        (replace(GPU, device="cpu", capability=None, interpret=True), ON, Route.SDPA, "no_cuda"),
-        (replace(GPU, has_triton=False), ON, Route.SDPA, "no_triton"),
-        (replace(GPU, capability=(8, 9)), ON, Route.SDPA, "sm89_policy"),
-        (replace(GPU, capability=(8, 9)), Flags(triton_sel_force=True), Route.TRITON, None),
-        (replace(GPU, capability=(8, 6)), ON, Route.TRITON, None),
-        (replace(GPU, capability=(12, 0)), ON, Route.TRITON, None),
-        (replace(GPU, capability=(8, 0)), ON, Route.TRITON, None),
-        (replace(GPU, capability=(7, 5)), ON, Route.SDPA, "capability"),
-        (replace(GPU, dtype="float32"), ON, Route.SDPA, "dtype"),
-        (replace(GPU, d_k=100), ON, Route.SDPA, "align8"),
-        (replace(GPU, d_v=4), ON, Route.SDPA, "align8"),
-        (replace(GPU, d_k=264), ON, Route.SDPA, "head_dim"),
-        (replace(GPU, d_k=256, d_v=256), ON, Route.TRITON, None),
-        (replace(BLK, d_v=512), ON, Route.REFERENCE, "head_dim"),
-        (replace(GPU, key_len=63), ON, Route.SDPA, "below_min_L"),
-        (replace(GPU, key_len=64), ON, Route.TRITON, None),
-        (replace(GPU, key_len=4095, capability=(8, 9)), Flags(triton_sel_force=True), Route.SDPA,
-         "below_min_L"),
-        (replace(GPU, key_len=255), Flags(sel_triton_min_L=256), Route.SDPA, "below_min_L"),
-        (replace(GPU, key_len=None), Flags(sel_triton_min_L=1 << 40), Route.TRITON, None),
-        (replace(GPU, branch=Branch.PREFILL, key_len=1), ON, Route.TRITON, None),
-        (replace(GPU, key_len=1), Flags(use_triton_sel=True, sel_triton_min_L=1), Route.TRITON,
-         None),
-        (replace(GPU, needs_grad=True), Flags(sel_triton_allow_grad=False), Route.SDPA,
-         "needs_grad"),
-        (replace(GPU, needs_grad=True), Flags(), Route.TRITON, None),
-        (GPU, Flags(use_triton_sel=False, use_sel_pack=False), Route.REFERENCE, "not_enabled"),
-        (WIN, ON, Route.FA2, None),
-        (CMP, ON, Route.FA2, None),
-        (WIN, Flags(use_triton_sel=True), Route.TRITON, "not_enabled"),
-        (replace(WIN, key_len=1), Flags(use_triton_sel=True), Route.TRITON, "not_enabled"),
-        (replace(WIN, no_fa2="no wheel"), FA2, Route.SDPA, "no_fa2"),
-        (replace(WIN, key_len=15), FA2, Route.SDPA, "below_min_len"),
-        (replace(WIN, key_len=15), Flags(use_fa2=True, fa2_min_len_win=15), Route.FA2, None),
-        (replace(CMP, key_len=15), replace(FA2, fa2_min_len_win=1), Route.SDPA, "below_min_len"),
-        (replace(WIN, d_k=264), Flags(use_fa2=True), Route.SDPA, "head_dim"),
-        (replace(WIN, dtype="float32"), ON, Route.SDPA, "dtype"),
-        (WIN, Flags(use_fa2=True, force_parity=True), Route.REFERENCE, "force_parity"),
-        (BLK, ON, Route.TRITON, None),
-        (replace(BLK, needs_grad=True, key_len=1), ON, Route.TRITON, "x"),
-        (STEP, ON, Route.TRITON, None),
-        (replace(STEP, needs_grad=True), ON, Route.REFERENCE, "needs_grad"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("request_, flags, route, reason", [
+    (GPU, ON, Route.TRITON, None), (GPU, Flags(), Route.TRITON, None),
+    (GPU, Flags(use_triton_sel=False), Route.SDPA, "not_enabled"),
+    (GPU, Flags(use_triton_sel=True, force_parity=True), Route.REFERENCE, "force_parity"),
+    (replace(GPU, device="cpu", capability=None), ON, Route.SDPA, "no_cuda"),
+    (replace(GPU, device="cpu", capability=None, interpret=True), ON, Route.SDPA, "no_cuda"),
+    (replace(GPU, has_triton=False), ON, Route.SDPA, "no_triton"),
+    (replace(GPU, capability=(8, 9)), ON, Route.SDPA, "sm89_policy"),
+    (replace(GPU, capability=(8, 9)), Flags(triton_sel_force=True), Route.TRITON, None),
+    (replace(GPU, capability=(8, 6)), ON, Route.TRITON, None),
+    (replace(GPU, capability=(12, 0)), ON, Route.TRITON, None),
+    (replace(GPU, capability=(8, 0)), ON, Route.TRITON, None),
+    (replace(GPU, capability=(7, 5)), ON, Route.SDPA, "capability"),
+    (replace(GPU, dtype="float32"), ON, Route.SDPA, "dtype"),
+    (replace(GPU, d_k=100), ON, Route.SDPA, "align8"),
+    (replace(GPU, d_v=4), ON, Route.SDPA, "align8"),
+    (replace(GPU, d_k=264), ON, Route.SDPA, "head_dim"),
+    (replace(GPU, d_k=256, d_v=256), ON, Route.TRITON, None),
+    (replace(BLK, d_v=512), ON, Route.REFERENCE, "head_dim"),
+    (replace(GPU, key_len=63), ON, Route.SDPA, "below_min_L"),
+    (replace(GPU, key_len=64), ON, Route.TRITON, None),
+    (replace(GPU, key_len=4095, capability=(8, 9)), Flags(triton_sel_force=True), Route.SDPA,
+     "below_min_L"),
+    (replace(GPU, key_len=255), Flags(sel_triton_min_L=256), Route.SDPA, "below_min_L"),
+    (replace(GPU, key_len=None), Flags(sel_triton_min_L=1 << 40), Route.TRITON, None),
+    (replace(GPU, branch=Branch.PREFILL, key_len=1), ON, Route.TRITON, None),
+    (replace(GPU, key_len=1), Flags(use_triton_sel=True, sel_triton_min_L=1), Route.TRITON,
+     None),
+    (replace(GPU, needs_grad=True), Flags(sel_triton_allow_grad=False), Route.SDPA,
+     "needs_grad"),
+    (replace(GPU, needs_grad=True), Flags(), Route.TRITON, None),
+    (GPU, Flags(use_triton_sel=False, use_sel_pack=False), Route.REFERENCE, "not_enabled"),
+    (WIN, ON, Route.FA2, None), (CMP, ON, Route.FA2, None),
+    (WIN, Flags(use_triton_sel=True), Route.TRITON, "not_enabled"),
+    (replace(WIN, key_len=1), Flags(use_triton_sel=True), Route.TRITON, "not_enabled"),
+    (replace(WIN, no_fa2="no wheel"), FA2, Route.SDPA, "no_fa2"),
+    (replace(WIN, key_len=15), FA2, Route.SDPA, "below_min_len"),
+    (replace(WIN, key_len=15), Flags(use_fa2=True, fa2_min_len_win=15), Route.FA2, None),
+    (replace(CMP, key_len=15), replace(FA2, fa2_min_len_win=1), Route.SDPA, "below_min_len"),
+    (replace(WIN, d_k=264), Flags(use_fa2=True), Route.SDPA, "head_dim"),
+    (replace(WIN, dtype="float32"), ON, Route.SDPA, "dtype"),
+    (WIN, Flags(use_fa2=True, force_parity=True), Route.REFERENCE, "force_parity"),
+    (BLK, ON, Route.TRITON, None),
+    (replace(BLK, needs_grad=True, key_len=1), ON, Route.TRITON, "x"),
+    (STEP, ON, Route.TRITON, None),
+    (replace(STEP, needs_grad=True), ON, Route.REFERENCE, "needs_grad"),
+])  # fmt: skip
 def test_decision_table(request_, flags, route, reason):
     if reason == "x":  # choosing blocks has no gradient of its own
         request_, reason = replace(request_, needs_grad=False), None
@@ -113,23 +108,20 @@ def test_sm89_policy_is_that_of_every_branch(branch):
     assert decide(request, replace(forced, use_triton_sel=False)).route is not Route.TRITON
 
 
-@pytest.mark.parametrize(
-    ("change", "flags", "backend", "reason", "detail"),
-    [
-        ({}, Flags(force_parity=True), "triton", "force_parity", ""),
-        ({"capability": (8, 9)}, Flags(), "triton", "sm89_policy", ""),
-        ({"dtype": "float32"}, Flags(), "triton", "dtype", "got float32"),
-        ({"d_k": 12, "d_v": 8}, Flags(), "triton", "align8", "got Dk=12 Dv=8"),
-        ({"d_v": 264}, Flags(), "triton", "head_dim", "got Dk=128 Dv=264"),
-        ({"capability": (7, 5)}, Flags(), "triton", "capability", "got SM (7, 5)"),
-        ({"needs_grad": True}, Flags(sel_triton_allow_grad=False), "triton", "needs_grad", ""),
-        ({"device": "cpu", "capability": None}, Flags(), "triton", "no_cuda", ""),
-        ({"device": "xpu", "capability": None}, Flags(), "triton", "no_cuda", "device xpu"),
-        ({}, Flags(), "fa2", "wrong_branch", "fa2 for the selected branch"),
-        ({"branch": Branch.BLOCKS}, Flags(), "sdpa", "wrong_branch", ""),
-        ({"branch": Branch.SLIDING, "no_fa2": "wheel x"}, Flags(), "fa2", "no_fa2", "wheel x"),
-    ],
-)
+@pytest.mark.parametrize("change, flags, backend, reason, detail", [
+    ({}, Flags(force_parity=True), "triton", "force_parity", ""),
+    ({"capability": (8, 9)}, Flags(), "triton", "sm89_policy", ""),
+    ({"dtype": "float32"}, Flags(), "triton", "dtype", "got float32"),
+    ({"d_k": 12, "d_v": 8}, Flags(), "triton", "align8", "got Dk=12 Dv=8"),
+    ({"d_v": 264}, Flags(), "triton", "head_dim", "got Dk=128 Dv=264"),
+    ({"capability": (7, 5)}, Flags(), "triton", "capability", "got SM (7, 5)"),
+    ({"needs_grad": True}, Flags(sel_triton_allow_grad=False), "triton", "needs_grad", ""),
+    ({"device": "cpu", "capability": None}, Flags(), "triton", "no_cuda", ""),
+    ({"device": "xpu", "capability": None}, Flags(), "triton", "no_cuda", "device xpu"),
+    ({}, Flags(), "fa2", "wrong_branch", "fa2 for the selected branch"),
+    ({"branch": Branch.BLOCKS}, Flags(), "sdpa", "wrong_branch", ""),
+    ({"branch": Branch.SLIDING, "no_fa2": "wheel x"}, Flags(), "fa2", "no_fa2", "wheel x"),
+])  # fmt: skip
 def test_named_route_is_strict(change, flags, backend, reason, detail):
     with pytest.raises(RouteUnavailable) as caught:
         decide(replace(GPU, **change), flags, backend)
@@ -175,33 +167,26 @@ def test_error_of_a_rung_falls_to_the_next_and_keeps_the_reason(capsys):
     assert "NSA-LOG sel.triton.fallback reason=launch_error error=RuntimeError:_PTX_failed" in line
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (NotImplementedError("no"), "unsupported"),
-        (RouteUnavailable("triton", "head_dim"), "head_dim"),
-        (RuntimeError("CUDA error: no kernel image is available"), "launch_error"),
-    ],
-)
+@pytest.mark.parametrize("error, reason", [
+    (NotImplementedError("no"), "unsupported"),
+    (RouteUnavailable("triton", "head_dim"), "head_dim"),
+    (RuntimeError("CUDA error: no kernel image is available"), "launch_error"),
+])  # fmt: skip
 def test_reason_of_a_failed_rung(error, reason):
     _, decision = guarded(GPU, rungs(triton=error, sdpa="s"), ON)
     assert decision.rejected == ((Route.TRITON, reason),)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("Triton Error [CUDA]: out of memory"),
-        RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
-        RuntimeError("CUDA error: misaligned address"),
-        RuntimeError("_decode_cluster_kernel: CUDA_ERROR_ILLEGAL_ADDRESS"),
-        RuntimeError("_decode_cluster_kernel: CUDA_ERROR_OUT_OF_MEMORY"),
-        MemoryError(),
-        KeyboardInterrupt(),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
+    RuntimeError("CUDA error: misaligned address"),
+    RuntimeError("_decode_cluster_kernel: CUDA_ERROR_ILLEGAL_ADDRESS"),
+    RuntimeError("_decode_cluster_kernel: CUDA_ERROR_OUT_OF_MEMORY"), MemoryError(),
+    KeyboardInterrupt(),
+])  # fmt: skip
 def test_out_of_memory_and_sticky_errors_are_not_fallen_back_from(error):
     with pytest.raises(type(error)):
         guarded(GPU, rungs(triton=error, sdpa="s", reference="r"), ON)
@@ -307,21 +292,16 @@ def test_a_kernel_that_fails_is_tried_once_per_kind_of_call(capsys):
     assert capsys.readouterr().err.count(line) == 2  # told all the same
 
 
-@pytest.mark.parametrize(
-    ("change", "flags", "told"),
-    [
-        ({}, Flags(use_triton_sel=False), r"use_triton_sel \(argument\) turns them off"),
-        ({}, Flags.from_env({"NSA_USE_TRITON_SEL": "0"}), "NSA_USE_TRITON_SEL=0 turns them off"),
-        ({}, Flags(force_parity=True), "unset it"),
-        ({"has_triton": False}, Flags(), "install"),
-        ({"capability": (8, 9)}, Flags(), "NSA_TRITON_SEL_FORCE=1"),
-        ({"dtype": "float32"}, Flags(), "fp16 and bf16.*float32.*autocast"),
-        ({"d_k": 100}, Flags(), "multiples of 8.*Dk=100"),
-        ({"d_v": 264}, Flags(), "up to 256.*Dv=264"),
-        ({"needs_grad": True}, Flags(sel_triton_allow_grad=False), "NSA_SEL_TRITON_ALLOW_GRAD=0"),
-        ({"forward_ad": True}, Flags(), "forward mode"),
-    ],
-)
+@pytest.mark.parametrize("change, flags, told", [
+    ({}, Flags(use_triton_sel=False), r"use_triton_sel \(argument\) turns them off"),
+    ({}, Flags.from_env({"NSA_USE_TRITON_SEL": "0"}), "NSA_USE_TRITON_SEL=0 turns them off"),
+    ({}, Flags(force_parity=True), "unset it"), ({"has_triton": False}, Flags(), "install"),
+    ({"capability": (8, 9)}, Flags(), "NSA_TRITON_SEL_FORCE=1"),
+    ({"dtype": "float32"}, Flags(), "fp16 and bf16.*float32.*autocast"),
+    ({"d_k": 100}, Flags(), "multiples of 8.*Dk=100"), ({"d_v": 264}, Flags(), "up to 256.*Dv=264"),
+    ({"needs_grad": True}, Flags(sel_triton_allow_grad=False), "NSA_SEL_TRITON_ALLOW_GRAD=0"),
+    ({"forward_ad": True}, Flags(), "forward mode"),
+])  # fmt: skip
 def test_a_gpu_that_runs_pytorch_says_so_once_per_cause(change, flags, told):
     log.reset()
     for branch in (Branch.SELECTED, Branch.SLIDING):
@@ -352,16 +332,13 @@ def test_a_hopper_gpu_without_its_kernels_is_told_once(monkeypatch):
         dispatch.log_device(torch.device("cuda", 6), Flags())
 
 
-@pytest.mark.parametrize(
-    ("change", "flags", "backend"),
-    [
-        ({"device": "cpu", "capability": None}, Flags(), None),
-        ({"capability": (7, 5)}, Flags(), None),
-        ({"key_len": 8}, Flags(), None),  # below the threshold PyTorch is the faster one
-        ({}, Flags(use_triton_sel=False), "sdpa"),  # asked for by name
-        ({"branch": Branch.STEP, "needs_grad": True}, Flags(), None),  # composed of kernels
-    ],
-)
+@pytest.mark.parametrize("change, flags, backend", [
+    ({"device": "cpu", "capability": None}, Flags(), None),
+    ({"capability": (7, 5)}, Flags(), None),
+    ({"key_len": 8}, Flags(), None),  # below the threshold PyTorch is the faster one
+    ({}, Flags(use_triton_sel=False), "sdpa"),  # asked for by name
+    ({"branch": Branch.STEP, "needs_grad": True}, Flags(), None),  # composed of kernels
+])  # fmt: skip
 def test_nothing_is_told_where_pytorch_is_right(change, flags, backend):
     log.reset()
     with warnings.catch_warnings():

@@ -69,11 +69,10 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["auto", "varlen"])
-@pytest.mark.parametrize(
-    "S, q_start, l, d",
-    [(40, 0, 8, 4), (37, 0, 8, 8), (13, 17, 8, 4), (1, 30, 8, 4), (3, 28, 8, 4), (9, 2, 8, 2),
-     (7, 0, 8, 4), (8, 0, 8, 4), (30, 6, 6, 3), (20, 0, 4, 1), (2, 10, 8, 4)],
-)  # fmt: skip
+@pytest.mark.parametrize("S, q_start, l, d", [
+    (40, 0, 8, 4), (37, 0, 8, 8), (13, 17, 8, 4), (1, 30, 8, 4), (3, 28, 8, 4), (9, 2, 8, 2),
+    (7, 0, 8, 4), (8, 0, 8, 4), (30, 6, 6, 3), (20, 0, 4, 1), (2, 10, 8, 4),
+])  # fmt: skip
 def test_compressed_folding_matches_the_oracle(S, q_start, l, d, form, calls):
     N = num_compressed(q_start + S, l, d) + (q_start % 2)  # sometimes a key too many
     q, k, v = make_qkv(2, S, 6, 2, 8, 5, Skv=N, dtype=torch.float64, seed=S)
@@ -196,14 +195,10 @@ def test_the_lse_tells_of_keys_alone(packed, calls):
     assert lse[sees].isnan().all() and not lse[~sees].isnan().any()
 
 
-@pytest.mark.parametrize(
-    "flags, forms",
-    [
-        (Flags(), {"varlen"}),
-        (Flags(fa2_force_varlen=True), {"varlen"}),
-        (Flags(fa2_force_dense=True), {"dense"}),
-    ],
-)
+@pytest.mark.parametrize("flags, forms", [
+    (Flags(), {"varlen"}), (Flags(fa2_force_varlen=True), {"varlen"}),
+    (Flags(fa2_force_dense=True), {"dense"}),
+])  # fmt: skip
 def test_the_rungs_follow_the_force_flags(flags, forms, calls):
     cu = torch.tensor([0, 9, 30], dtype=torch.int32)
     q, k, v = (x[0] for x in make_qkv(1, 30, 4, 2, 8, 8))
@@ -326,21 +321,17 @@ def test_without_cuda_the_probe_says_so(fresh_probe, monkeypatch):
     assert fa2.probe() is found
 
 
-@pytest.mark.parametrize(
-    "returncode, text, kind",
-    [
-        (1, "ModuleNotFoundError: No module named 'flash_attn'", "not installed"),
-        (1, "Traceback\nImportError: x/flash_attn_2_cuda.so: undefined symbol: _ZN3c10E\n",
-         "undefined symbol"),
-        (1, "ImportError: libcudart.so.12: cannot open shared object file", "libcudart missing"),
-        (1, "RuntimeError: CUDA error: no kernel image is available for execution on the device\n"
-         "Compile with TORCH_USE_CUDA_DSA", "no kernel image"),
-        (1, "ImportError: cannot import name 'flash_attn_func' from 'flash_attn'", "other"),
-        (-11, "", "other: importing it ends the process with SIGSEGV"),
-        (3, "", "other: exit code 3"),
-        (None, "", "other: importing it did not end in time"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("returncode, text, kind", [
+    (1, "ModuleNotFoundError: No module named 'flash_attn'", "not installed"),
+    (1, "Traceback\nImportError: x/flash_attn_2_cuda.so: undefined symbol: _ZN3c10E\n",
+     "undefined symbol"),
+    (1, "ImportError: libcudart.so.12: cannot open shared object file", "libcudart missing"),
+    (1, "RuntimeError: CUDA error: no kernel image is available for execution on the device\n"
+     "Compile with TORCH_USE_CUDA_DSA", "no kernel image"),
+    (1, "ImportError: cannot import name 'flash_attn_func' from 'flash_attn'", "other"),
+    (-11, "", "other: importing it ends the process with SIGSEGV"), (3, "", "other: exit code 3"),
+    (None, "", "other: importing it did not end in time"),
+])  # fmt: skip
 def test_why_the_package_does_not_work(returncode, text, kind):
     reason = fa2.classify(returncode, text)
     assert reason.startswith(kind) and "\n" not in reason
@@ -348,15 +339,12 @@ def test_why_the_package_does_not_work(returncode, text, kind):
         assert text.splitlines()[-1 if "Compile" not in text else 0].strip() in reason
 
 
-@pytest.mark.parametrize(
-    "body, expected",
-    [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "other: importing it ends"),
-        ("raise ImportError('a.so: undefined symbol: _ZN2at')", "undefined symbol: ImportError"),
-        ("__version__ = '2.5.9'\ndef flash_attn_func(): pass\nflash_attn_varlen_func = 1",
-         "other: flash_attn 2.5.9 is older than 2.6"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("body, expected", [
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "other: importing it ends"),
+    ("raise ImportError('a.so: undefined symbol: _ZN2at')", "undefined symbol: ImportError"),
+    ("__version__ = '2.5.9'\ndef flash_attn_func(): pass\nflash_attn_varlen_func = 1",
+     "other: flash_attn 2.5.9 is older than 2.6"),
+])  # fmt: skip
 def test_a_broken_package_is_tried_in_a_child(body, expected, tmp_path, monkeypatch):
     package = tmp_path / "flash_attn"
     package.mkdir()
@@ -368,21 +356,18 @@ def test_a_broken_package_is_tried_in_a_child(body, expected, tmp_path, monkeypa
     assert version is None and reason.startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("torch_version", "cuda", "python", "abi", "machine", "said"),
-    [
-        ("2.8.0+cu128", "12.8", "3.12", True, "x86_64",
-         "fits is flash_attn-2.8.3+cu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl from"),
-        ("2.6.0", "12.4", "3.9.1", False, "x86_64",
-         "fits is flash_attn-2.8.3+cu12torch2.6cxx11abiFALSE-cp39-cp39-linux_x86_64.whl from"),
-        ("2.4.1", "12.4", "3.13", False, "x86_64", "no official wheel for torch 2.4, CUDA 12"),
-        ("2.10.0+cu128", "12.8", "3.12", True, "x86_64", "no official wheel for torch 2.10, CUDA"),
-        ("2.11.0+cu130", "13.0", "3.12", True, "x86_64", "no official wheel for torch 2.11, CUDA"),
-        ("2.8.0+cu129", "12.9", "3.12", True, "aarch64", "no official wheel for torch 2.8, CUDA"),
-        ("2.8.0+cu126", "12.6", "3.14", True, "x86_64", "CUDA 12, Python 3.14 on x86_64: torch's"),
-        ("2.13.0+cpu", None, "3.12", True, "x86_64", "torch 2.13.0+cpu is built without CUDA"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("torch_version, cuda, python, abi, machine, said", [
+    ("2.8.0+cu128", "12.8", "3.12", True, "x86_64",
+     "fits is flash_attn-2.8.3+cu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl from"),
+    ("2.6.0", "12.4", "3.9.1", False, "x86_64",
+     "fits is flash_attn-2.8.3+cu12torch2.6cxx11abiFALSE-cp39-cp39-linux_x86_64.whl from"),
+    ("2.4.1", "12.4", "3.13", False, "x86_64", "no official wheel for torch 2.4, CUDA 12"),
+    ("2.10.0+cu128", "12.8", "3.12", True, "x86_64", "no official wheel for torch 2.10, CUDA"),
+    ("2.11.0+cu130", "13.0", "3.12", True, "x86_64", "no official wheel for torch 2.11, CUDA"),
+    ("2.8.0+cu129", "12.9", "3.12", True, "aarch64", "no official wheel for torch 2.8, CUDA"),
+    ("2.8.0+cu126", "12.6", "3.14", True, "x86_64", "CUDA 12, Python 3.14 on x86_64: torch's"),
+    ("2.13.0+cpu", None, "3.12", True, "x86_64", "torch 2.13.0+cpu is built without CUDA"),
+])  # fmt: skip
 def test_a_wheel_is_named_where_one_is_published(
     torch_version, cuda, python, abi, machine, said, monkeypatch
 ):

@@ -107,11 +107,10 @@ def check(case, source, branch, form, inputs, *, cu=None, q_start=0, seed=0):
 
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("form", ["auto", "varlen", "dense"])
-@pytest.mark.parametrize(
-    "dtype, HQ, G, Dk, Dv",
-    [(BF, 8, 2, 64, 64), (HALF, 8, 2, 64, 64), (BF, 16, 1, 128, 128), (HALF, 4, 4, 128, 64),
-     (BF, 4, 2, 192, 128), (BF, 4, 2, 40, 40)],
-)  # fmt: skip
+@pytest.mark.parametrize("dtype, HQ, G, Dk, Dv", [
+    (BF, 8, 2, 64, 64), (HALF, 8, 2, 64, 64), (BF, 16, 1, 128, 128), (HALF, 4, 4, 128, 64),
+    (BF, 4, 2, 192, 128), (BF, 4, 2, 40, 40),
+])  # fmt: skip
 def test_fa2_gpu_varlen_batches(dtype, HQ, G, Dk, Dv, form, branch, cuda, source):
     S = 333
     N = num_compressed(S, L, D_STRIDE) if branch == "compressed" else S

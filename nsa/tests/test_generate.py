@@ -76,16 +76,13 @@ def test_temperature_sharpens():
         assert share == pytest.approx(expected, abs=0.03)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "name"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"max_new_tokens": 1, "temperature": -1.0}, "temperature"),
-        ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature"),
-        ({"max_new_tokens": 1, "top_k": 0}, "top_k"),
-        ({"max_new_tokens": 1}, "prompt"),  # an empty one
-    ],
-)
+@pytest.mark.parametrize("kwargs, name", [
+    ({"max_new_tokens": 0}, "max_new_tokens"),
+    ({"max_new_tokens": 1, "temperature": -1.0}, "temperature"),
+    ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature"),
+    ({"max_new_tokens": 1, "top_k": 0}, "top_k"),
+    ({"max_new_tokens": 1}, "prompt"),  # an empty one
+])  # fmt: skip
 def test_bad_settings_are_named(model, kwargs, name):
     with pytest.raises(ValueError, match=name):
         gen.generate(model, torch.zeros(1, 4 * (name != "prompt"), dtype=torch.long), **kwargs)
@@ -113,11 +110,10 @@ def test_every_option_reaches_generate(model, tmp_path, monkeypatch):
     assert seen == [dict(temperature=0.7, top_k=5, seed=3, graph=False, kv_cache_dtype="fp8_e4m3")]
 
 
-@pytest.mark.parametrize(
-    ("device", "words"),
-    [("cuda", "CUDA devices"), ("cuda:99", "'cuda:99' is not here"), ("gpu", "cpu, cuda or cuda:N"),
-     ("meta", "got 'meta'")],
-)  # fmt: skip
+@pytest.mark.parametrize("device, words", [
+    ("cuda", "CUDA devices"), ("cuda:99", "'cuda:99' is not here"), ("gpu", "cpu, cuda or cuda:N"),
+    ("meta", "got 'meta'"),
+])  # fmt: skip
 def test_a_device_that_is_not_here_is_a_usage_error(device, words, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit) as stopped:
@@ -217,11 +213,10 @@ def test_needle_needs_room():
         needle.make_case(512, 8)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [(["--backend", "triton"], "triton"), (["--device", "cuda"], "no CUDA device"),
-     (["--backend", "triton", "--lengths", "2048", "--seeds", "1"], "triton")],
-)  # fmt: skip
+@pytest.mark.parametrize("argv, words", [
+    (["--backend", "triton"], "triton"), (["--device", "cuda"], "no CUDA device"),
+    (["--backend", "triton", "--lengths", "2048", "--seeds", "1"], "triton"),
+])  # fmt: skip
 def test_needle_says_in_a_line_what_is_not_here(argv, words, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:

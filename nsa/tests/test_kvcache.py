@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa import (
     cache_bytes_per_token,
     dispatch,
-    fp8,
     kvcache,
     launches,
     nsa_with_kvcache,
@@ -29,7 +28,7 @@ from nsa.cache import NSACache
 from nsa.compress import MLPCompression, mean_pool
 from nsa.config import NSAConfig
 from nsa.flags import Flags
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import assert_raises, randn
 
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, window=20)
 B, S, HQ, G, DK, DV, PAGE = 2, 64, 4, 2, 16, 24, 16
@@ -39,51 +38,80 @@ TRITON = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
 KINDS = ("static", "static-ring", "pages", "pages-ring")
 
 
+E4M3 = torch.float8_e4m3fn
+NUMBERS = torch.tensor([*range(0x7F), *range(0x80, 0xFF)], dtype=torch.uint8).view(E4M3).double()
+ODD = torch.tensor([*range(0x7F), *range(0x80, 0xFF)]) % 2  # between two the even one is taken
 _FOUND: dict[tuple[bytes, ...], Tensor] = {}
 
 
+def descales(seed: int, device: str = "cpu", exact: bool = False) -> dict[str, Tensor]:
+    """Of keys and values, one for each sequence and group; exact: powers of two."""
+    x = randn(2, B, G, seed=seed).abs() + 0.2
+    x = (x.log2().round().exp2() if exact else x).float().to(device)
+    return {"k_descale": x[0], "v_descale": x[1]}
+
+
+def rounded(x: Tensor, descale: Tensor) -> Tensor:
+    """x [B, N, G, D] as the nearest number of e4m3 times descale, in fp64."""
+    by = descale.cpu().double()[:, None, :, None]
+    x = x.cpu().double() / by
+    off = (x[..., None] - NUMBERS).abs()
+    at = torch.where(off == off.amin(-1, keepdim=True), ODD, 2).argmin(-1)
+    return torch.where(x.isnan(), x, NUMBERS[at]) * by
+
+
 def phi(x: Tensor) -> Tensor:
+    """Means in fp32 at least, exact of what powers of two as descales leave."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     return mean_pool(x, SIZES["l"], SIZES["d"])
 
 
 @dataclass
 class Tokens:
-    """Queries, gates, and keys and values of all branches of B sequences of S tokens."""
+    """Queries, gates, and keys and values of all branches of B sequences of S tokens; with scales
+    those of caches of e4m3, some of them outliers, also beyond 448 descales."""
 
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
     seed: int = 0
+    scales: dict[str, Tensor] = field(default_factory=dict)
     data: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        widths = {
-            f"{x}_{kind}": DK if x == "k" else DV for kind in ("sel", "win", "raw") for x in "kv"
-        }
-        shapes = {name: (G, width) for name, width in widths.items()}
-        shapes |= {"q": (HQ, DK), "gates": (HQ, 3)}
+        kinds = ("sel", "win", "raw")
+        shapes = {f"{x}_{kind}": (G, DK if x == "k" else DV) for kind in kinds for x in "kv"}
         like = dict(dtype=self.dtype, device=self.device)
-        for i, (name, shape) in enumerate(shapes.items()):
+        for i, (name, shape) in enumerate({**shapes, "q": (HQ, DK), "gates": (HQ, 3)}.items()):
             self.data[name] = randn(B, S, *shape, seed=self.seed + i, **like)
+        for name in ("k_sel", "v_win", "v_raw", "k_raw") if self.scales else ():
+            self.data[name][:, 7:60:9] *= 300 if name == "k_raw" else 2000
+            self.data[name][:, 3] = 0
 
     def part(self, starts: list[int], T: int) -> dict[str, Tensor]:
         """T tokens of each sequence from its start on."""
-        return {
-            name: torch.stack([x[b, n : n + T] for b, n in enumerate(starts)])
-            for name, x in self.data.items()
-        }
+        return {name: rows(x, starts, T) for name, x in self.data.items()} | self.scales
 
     def expected(self) -> Tensor:
         """The oracle on whole sequences: [B, S, HQ, Dv]. Found once for the same numbers."""
-        x = {name: y.cpu() for name, y in self.data.items()}
+        x = {name: y.cpu() for name, y in (self.data | self.scales).items()}
         key = tuple(y.numpy().tobytes() for y in x.values())
         if key not in _FOUND:
             _FOUND[key] = self._expected(x)
         return _FOUND[key]
 
     def _expected(self, x: dict[str, Tensor]) -> Tensor:
-        cmp = [oracle.compress_mean(x[name], SIZES["l"], SIZES["d"]) for name in ("k_raw", "v_raw")]
+        stored = lambda y, kv: rounded(y, x[f"{kv}_descale"]) if self.scales else y
+        x |= {n: stored(y, n[0]) for n, y in x.items() if n[2:] in ("sel", "win", "raw")}
+        cmp = [
+            stored(oracle.compress_mean(x[f"{kv}_raw"], SIZES["l"], SIZES["d"]), kv) for kv in "kv"
+        ]
         branches = [x[f"{kv}_{of}"] for of in ("sel", "win") for kv in "kv"]
-        return oracle.nsa_attention(x["q"].double(), *cmp, *branches, x["gates"], **SIZES)
+        return oracle.nsa_attention(x["q"].double(), *cmp, *branches, x["gates"].double(), **SIZES)
+
+
+def rows(x: Tensor, starts: list[int], T: int) -> Tensor:
+    """T rows of each sequence from its start on."""
+    return torch.stack([x[b, n : n + T] for b, n in enumerate(starts)])
 
 
 class Caches:
@@ -138,89 +166,90 @@ ROUTES = [
 
 @pytest.fixture(params=ROUTES)
 def route(request):
-    if request.param[0] == "triton":
-        return *request.param, request.getfixturevalue("kernel_device")
-    return *request.param, "cpu"
+    """(backend, dtype, tolerance, device)."""
+    kernels = request.param[0] == "triton"
+    return *request.param, request.getfixturevalue("kernel_device") if kernels else "cpu"
 
 
 def by_kinds(*interpreted: str) -> pytest.MarkDecorator:
     """Every route with every kind of cache; the kernel in the interpreter with these alone, as two
     kinds have pages and none, rings and none. `make test-all` and GPUs run all."""
-    return pytest.mark.parametrize(
-        "route, kind",
-        [
-            pytest.param(
-                route.values[0],
-                kind,
-                id=f"{route.id}-{kind}",
-                marks=[*route.marks, *[pytest.mark.nightly] * (kind not in interpreted)]
-                if route.marks
-                else [],
-            )
-            for route in ROUTES
-            for kind in KINDS
-        ],
-        indirect=["route"],
-    )
+    late = lambda route, kind: [pytest.mark.nightly] * bool(route.marks and kind not in interpreted)
+    cases = [
+        pytest.param(*route.values, kind, id=f"{route.id}-{kind}",
+                     marks=[*route.marks, *late(route, kind)])
+        for route in ROUTES for kind in KINDS
+    ]  # fmt: skip
+    return pytest.mark.parametrize("route, kind", cases, indirect=["route"])
 
 
-def close(got: Tensor, want: Tensor, tolerance: float) -> None:
+def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
     got, want = got.cpu().double(), want.cpu().double()
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-@by_kinds("static", "pages-ring")
-def test_chunks_and_steps_are_the_whole(kind, route):
+def follow(caches: Caches, tokens: Tokens, lens: list[int], steps, tolerance=1e-9, **how):
+    """Tokens are appended, so many at each step, and attended as in whole sequences. The lengths
+    then."""
+    want = tokens.expected()
+    for T in steps:
+        out = caches.call(lens, tokens.part(lens, T), **how)
+        assert out.dtype == tokens.dtype
+        close(out, rows(want, lens, T), tolerance)
+        lens = [n + T for n in lens]
+    return lens
+
+
+def check_steps(kind, route, stored=None) -> None:
     """A prompt in chunks, then one token and several at a time, each sequence at its own length."""
     backend, dtype, tolerance, device = route
-    tokens, caches = Tokens(dtype, device), Caches(kind, dtype, device)
-    want, lens = tokens.expected(), [0, 0]
-    for T in (5, 19, 1, 1, 3):
-        # Interpreted, a step of 19 tokens takes as long as all others.
-        by = None if T == 19 and device == "cpu" else backend
-        out = caches.call(lens, tokens.part(lens, T), route=by)
-        close(out, torch.stack([want[b, n : n + T] for b, n in enumerate(lens)]), tolerance)
-        lens = [n + T for n in lens]
-    lens = [lens[0] - 7, lens[1]]  # from here on they differ; see test_rewinding for what this does
-    for T in (1, 4, 1, 5) if backend is None else (1, 3):
-        out = caches.call(lens, tokens.part(lens, T), route=backend)
-        close(out, torch.stack([want[b, n : n + T] for b, n in enumerate(lens)]), tolerance)
-        lens = [n + T for n in lens]
+    scales = descales(5, device, exact=backend is not None) if stored else {}
+    tokens, caches = Tokens(dtype, device, 0, scales), Caches(kind, stored or dtype, device)
+    if stored and backend:  # fp16 rounds by what is around
+        tolerance *= tokens.expected().abs().amax().item()
+    # Interpreted, a step of 19 tokens takes as long as all others.
+    by = None if device == "cpu" else backend
+    lens = follow(caches, tokens, [0, 0], (5,), tolerance, route=backend)
+    lens = follow(caches, tokens, lens, (19,), tolerance, route=by)
+    lens = follow(caches, tokens, lens, (1, 1, 3), tolerance, route=backend)
+    steps = (1, 4, 1, 5) if backend is None else (1, 3)
+    # From here on they differ; see test_rewinding for what this does.
+    follow(caches, tokens, [lens[0] - 7, lens[1]], steps, tolerance, route=backend)
+
+
+@by_kinds("static", "pages-ring")
+def test_chunks_and_steps_are_the_whole(kind, route):
+    check_steps(kind, route)
+
+
+@by_kinds("static-ring", "pages")
+def test_chunks_and_steps_of_e4m3_are_the_whole(kind, route):
+    check_steps(kind, route, E4M3)
 
 
 def test_every_split_of_a_prompt():
     """Compressed tokens are due at each place of a chunk, also several and none."""
-    tokens = Tokens()
-    want = tokens.expected()
     for T in (1, 3, 7, 8, 32):
         for kind in ("static", "pages"):
-            caches, n = Caches(kind), 0
-            while n < S:
-                now = min(T, S - n)
-                out = caches.call([n, n], tokens.part([n, n], now))
-                close(out, want[:, n : n + now], 1e-9)
-                n += now
+            steps = [T] * (S // T) + [S % T] * bool(S % T)
+            assert follow(Caches(kind), Tokens(), [0, 0], steps) == [S, S]
 
 
 def test_rings_are_overwritten_in_turn():
     """The smallest rings that T new tokens may have hold all that these read, far around."""
     tokens, T = Tokens(), 3
-    caches, want = Caches("static-ring", spare=0, most=T), tokens.expected()
-    for n in range(0, S - T + 1, T):
-        close(caches.call([n, n], tokens.part([n, n], T)), want[:, n : n + T], 1e-9)
+    caches = Caches("static-ring", spare=0, most=T)
+    follow(caches, tokens, [0, 0], [T] * (S // T))
     with pytest.raises(ValueError, match="k_win_cache must be a ring of at least 23 rows for T=4"):
         caches.call([0, 0], tokens.part([0, 0], 4))
 
 
 def test_a_capacity_of_no_whole_number_of_blocks():
     """The last compressed row stays what it is while tokens behind it come."""
-    tokens, caches, capacity = Tokens(), Caches("static"), 63
+    caches = Caches("static")
     for name, x in caches.all.items():
-        caches.all[name] = x[:, : 14 if "cmp" in name else capacity].clone()
-    want = tokens.expected()
-    caches.call([0, 0], tokens.part([0, 0], 58))
-    for n in range(58, capacity):
-        close(caches.call([n, n], tokens.part([n, n], 1)), want[:, n : n + 1], 1e-9)
+        caches.all[name] = x[:, : 14 if "cmp" in name else 63].clone()
+    follow(caches, Tokens(), [0, 0], (58, 1, 1, 1, 1, 1))
 
 
 def test_without_new_keys_the_caches_are_read_alone():
@@ -229,12 +258,11 @@ def test_without_new_keys_the_caches_are_read_alone():
     caches.call([0, 0], x)
     before = {name: cache.clone() for name, cache in caches.all.items()}
     last = {name: x[name][:, -3:] for name in ("q", "gates")}
-    out = caches.call([40, 37], last)
-    want = tokens.expected()
-    close(out[0], want[0, 37:40], 1e-9)
+    out, want = caches.call([40, 37], last), tokens.expected()
+    close(out[0], want[0, 37:40])
     for name, x in last.items():  # of the second sequence, three positions earlier
         tokens.data[name][1, 34:37] = x[1]
-    close(out[1], tokens.expected()[1, 34:37], 1e-9)
+    close(out[1], tokens.expected()[1, 34:37])
     for name, was in before.items():
         torch.testing.assert_close(caches.all[name], was, rtol=0, atol=0, equal_nan=True)
 
@@ -251,11 +279,7 @@ def test_rewinding(kind, route):
     for name, x in other.data.items():
         for b, n in enumerate(lens):
             x[b, :n] = tokens.data[name][b, :n]
-    want = other.expected()
-    for T in (4, 1):
-        out = caches.call(lens, other.part(lens, T), route=backend)
-        close(out, torch.stack([want[b, n : n + T] for b, n in enumerate(lens)]), tolerance)
-        lens = [n + T for n in lens]
+    follow(caches, other, lens, (4, 1), tolerance, route=backend)
 
 
 def test_sequences_share_the_pages_of_a_common_beginning(route):
@@ -273,19 +297,21 @@ def test_sequences_share_the_pages_of_a_common_beginning(route):
     two = {name: x[1:, 2 * PAGE :][:, :6] for name, x in tokens.data.items()}
     out = caches.call([2 * PAGE], two, block_table=caches.table[1:])
     close(out, want[1:, 2 * PAGE : 2 * PAGE + 6], tolerance)
-    lens = [45, 2 * PAGE + 6]
-    out = caches.call(lens, tokens.part(lens, 2), route=backend, checked=True)
-    close(out, torch.stack([want[b, n : n + 2] for b, n in enumerate(lens)]), tolerance)
+    follow(caches, tokens, [45, 2 * PAGE + 6], (2,), tolerance, route=backend, checked=True)
     for name, was in first.items():
         now = caches.all[name][pages]
         torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.parametrize("n", [37, 32, 15], ids=["within a page", "at its end", "in the first"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_beams(kind, n):
+@pytest.mark.parametrize("kind, stored", [
+    *((kind, None) for kind in KINDS), ("pages", E4M3), ("static-ring", E4M3),
+], ids=str)  # fmt: skip
+def test_beams(kind, stored, n):
     """Beams change places, then both go on from the second, each with tokens of its own."""
-    tokens, caches = Tokens(), Caches(kind)
+    scales = {name: x[:1].expand(B, G).contiguous() for name, x in descales(7).items()}
+    tokens = Tokens(scales=scales if stored else {})
+    caches = Caches(kind, stored or torch.float64)
     caches.call(0, tokens.part([0, 0], n))
     for beam_idx in ([1, 0], [1, 1]):
         beam_idx = torch.tensor(beam_idx)
@@ -298,25 +324,21 @@ def test_beams(kind, n):
         reorder_kvcache(beam_idx, *rest)
         for x in tokens.data.values():
             x[:, :n] = x[beam_idx, :n]
-        want = tokens.expected()
-        for T in (1, 3):
-            out = caches.call([n, n], tokens.part([n, n], T), checked=True)
-            close(out, want[:, n : n + T], 1e-9)
-            n += T
+        n, _ = follow(caches, tokens, [n, n], (1, 3), checked=True)
 
 
 def test_beams_tell_bad_input():
     cache, lens = torch.zeros(6, 4, 1, 1), torch.tensor([5, 6])
-    table = torch.arange(6).view(2, 3)
+    table, swap = torch.arange(6).view(2, 3), torch.tensor([1, 0])
     pages = dict(block_table=table, page_size=4)
-    with pytest.raises(TypeError, match="beam_idx must be an int64 tensor"):
-        reorder_kvcache([1, 0], cache)
-    with pytest.raises(ValueError, match="block_table, cache_seqlens and page_size go together"):
-        reorder_kvcache(torch.tensor([1, 0]), cache, block_table=table)
-    with pytest.raises(ValueError, match=r"beam_idx must name sequences as long .*\[5, 6\]"):
-        reorder_kvcache(torch.tensor([1, 0]), cache, cache_seqlens=lens, **pages)
-    with pytest.raises(ValueError, match=r"caches\[0\] must have B=2 sequences, got \[6, 4"):
-        reorder_kvcache(torch.tensor([1, 0]), cache)
+    tell = lambda beam_idx=swap, **how: lambda: reorder_kvcache(beam_idx, cache, **how)
+    assert_raises(
+        (TypeError, "beam_idx must be an int64 tensor", tell([1, 0])),
+        (ValueError, "block_table, cache_seqlens and page_size go", tell(block_table=table)),
+        (ValueError, r"beam_idx must name sequences as long .*\[5, 6\]",
+         tell(cache_seqlens=lens, **pages)),
+        (ValueError, r"caches\[0\] must have B=2 sequences, got \[6, 4", tell()),
+    )  # fmt: skip
     assert table.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -327,64 +349,57 @@ def test_rotary(interleaved):
     r = 12  # of 16 columns
     exponent = torch.arange(r // 2, dtype=torch.float64) * 2 / r
     angle = torch.arange(S)[:, None] * 100.0**-exponent
+    # Pairs side by side are pairs r / 2 apart of columns in another order.
+    order = torch.arange(r).view(-1, 2).T.flatten() if interleaved else torch.arange(r)
     for name in ("q", "k_sel", "k_win", "k_raw"):
-        first, rest = tokens.data[name].tensor_split([r], -1)
-        if interleaved:  # pairs side by side are pairs r / 2 apart of columns in another order
-            order = torch.arange(r).view(-1, 2).T.flatten()
-            turned = torch.empty_like(first)
-            turned[..., order] = oracle.rotary(first[..., order], 100.0)
-        else:
-            turned = oracle.rotary(first, 100.0)
-        turned_before.data[name] = torch.cat([turned, rest], -1)
+        x = turned_before.data[name]
+        x[..., order] = oracle.rotary(x[..., order], 100.0)
     want, lens = turned_before.expected(), [0, 0]
     for T in (30, 1, 2):
         turn = dict(rotary_cos=angle.cos(), rotary_sin=angle.sin(), rotary_interleaved=interleaved)
         out = caches.call(lens, tokens.part(lens, T), **turn)
-        close(out, want[:, lens[0] : lens[0] + T], 1e-9)
+        close(out, rows(want, lens, T))
         lens = [n + T for n in lens]
 
 
-def test_given_compressed_tokens_are_those_of_phi():
-    tokens = Tokens()
-    want = tokens.expected()
-    l, d = SIZES["l"], SIZES["d"]
-    every = {x: phi(tokens.data[f"{x}_raw"]) for x in "kv"}
-    for kind in ("static", "pages"):
-        caches, lens = Caches(kind), [0, 0]
-        for T in (30, 1, 1, 5, 2):
-            x = tokens.part(lens, T)
-            del x["k_raw"], x["v_raw"]
-            done = [max(0, (n - l) // d + 1) for n in lens]
-            most = (T - 1) // d + 1
-            for name in "kv":
-                padded = torch.cat([every[name], torch.full_like(every[name][:, :9], NAN)], 1)
-                rows = [padded[b, n : n + most].clone() for b, n in enumerate(done)]
-                for b, n in enumerate(lens):  # what is not due is not looked at
-                    rows[b][max(0, (n + T - l) // d + 1) - done[b] :] = NAN
-                x[f"{name}_cmp"] = torch.stack(rows)
-            raw = dict(k_raw_cache=None, v_raw_cache=None, phi_k=None, phi_v=None)
-            out = caches.call(lens, x, **raw)
-            close(out, torch.stack([want[b, n : n + T] for b, n in enumerate(lens)]), 1e-9)
-            lens = [n + T for n in lens]
-            if T == 30:
-                lens[1] -= 2
-        short = {**tokens.part(lens, 4), "k_cmp": every["k"][:, :0], "v_cmp": every["v"][:, :0]}
-        del short["k_raw"], short["v_raw"]
-        with pytest.raises(ValueError, match="k_cmp must have the 1 compressed tokens"):
-            caches.call(lens, short, **raw)
+@pytest.mark.parametrize("kind", ["static", "pages"])
+@pytest.mark.parametrize("stored", [None, E4M3], ids=str)
+def test_given_compressed_tokens_are_those_of_phi(kind, stored):
+    tokens = Tokens(scales=descales(6) if stored else {})
+    caches, want, lens = Caches(kind, stored or torch.float64), tokens.expected(), [0, 0]
+    raw = {x: tokens.data[f"{x}_raw"] for x in "kv"}
+    if stored:
+        raw = {x: rounded(y, tokens.scales[f"{x}_descale"]) for x, y in raw.items()}
+    every = {x: phi(y) for x, y in raw.items()}
+    none = dict(k_raw_cache=None, v_raw_cache=None, phi_k=None, phi_v=None)
+    given = lambda lens, T: {n: y for n, y in tokens.part(lens, T).items() if "raw" not in n}
+    due = lambda n: max(0, (n - SIZES["l"]) // SIZES["d"] + 1)
+    for T in (30, 1, 1, 5, 2):
+        x, most = given(lens, T), (T - 1) // SIZES["d"] + 1
+        for name in "kv":
+            padded = torch.cat([every[name], torch.full_like(every[name][:, :9], NAN)], 1)
+            made = rows(padded, [due(n) for n in lens], most)
+            for b, n in enumerate(lens):  # what is not due is not looked at
+                made[b, due(n + T) - due(n) :] = NAN
+            x[f"{name}_cmp"] = made
+        close(caches.call(lens, x, **none), rows(want, lens, T))
+        lens = [n + T for n in lens]
+        if T == 30:
+            lens[1] -= 2
+    short = given(lens, 4) | {"k_cmp": every["k"][:, :0], "v_cmp": every["v"][:, :0]}
+    with pytest.raises(ValueError, match="k_cmp must have the 1 compressed tokens"):
+        caches.call(lens, short, **none)
 
 
 def test_branches_may_share_keys_and_their_cache():
     tokens, caches = Tokens(), Caches("pages")
-    for name in "kv":
-        for kind in ("win", "raw"):
-            tokens.data[f"{name}_{kind}"] = tokens.data[f"{name}_sel"]
-            caches.all[f"{name}_{kind}_cache"] = caches.all[f"{name}_sel_cache"]
+    for name, kind in itertools.product("kv", ("win", "raw")):
+        tokens.data[f"{name}_{kind}"] = tokens.data[f"{name}_sel"]
+        caches.all[f"{name}_{kind}_cache"] = caches.all[f"{name}_sel_cache"]
     want, lens = tokens.expected(), [0, 0]
     for T in (21, 1, 4):
-        x = tokens.part(lens, T)
-        x = {name: y for name, y in x.items() if name[2:] not in ("win", "raw")}
-        close(caches.call(lens, x), want[:, lens[0] : lens[0] + T], 1e-9)
+        x = {n: y for n, y in tokens.part(lens, T).items() if n[2:] not in ("win", "raw")}
+        close(caches.call(lens, x), rows(want, lens, T))
         lens = [n + T for n in lens]
 
 
@@ -440,7 +455,7 @@ def test_kernels_store_what_pytorch_stores(kind, stored, learnt, kernel_device, 
     monkeypatch.setattr(kvcache, "_attend", lambda q, *_: q)
     torch.manual_seed(3)
     like = torch.float16, kernel_device
-    held = fp8.E4M3 if stored == "e4m3" else torch.float16
+    held = E4M3 if stored == "e4m3" else torch.float16
     phis = dict(phi_k=phi, phi_v=phi)
     if learnt:
         phis = {
@@ -513,19 +528,16 @@ def test_an_error_of_phi_is_the_callers(kernel_device, monkeypatch, recwarn):
     )
     monkeypatch.setattr(dispatch, "decide", by_kernels)  # as on a GPU, by nobody's name
     monkeypatch.setattr(kvcache, "_attend", lambda q, *_: q)
-    tokens, caches = (
-        Tokens(torch.float16, kernel_device),
-        Caches("pages", torch.float16, kernel_device),
+    tokens, like = Tokens(torch.float16, kernel_device), (torch.float16, kernel_device)
+    caches, x = Caches("pages", *like), tokens.part([0, 0], 32)
+    call = lambda bad: lambda: caches.call([0, 0], x, phi_k=bad)
+    assert_raises(
+        (ArithmeticError, "of the caller's own", call(fails)),
+        (ValueError, r"phi_k must make \[16, 1, 2, 16\]", call(lambda x: x)),
     )
-    for bad, error, told in (
-        (fails, ArithmeticError, "of the caller's own"),
-        (lambda x: x, ValueError, r"phi_k must make \[16, 1, 2, 16\]"),
-    ):
-        with pytest.raises(error, match=told):
-            caches.call([0, 0], tokens.part([0, 0], 32), phi_k=bad)
     assert not recwarn.list
     with launches.recording() as counts:
-        caches.call([0, 0], tokens.part([0, 0], 32))
+        caches.call([0, 0], x)
     assert counts["_decode_write_kernel"] == 1
 
 

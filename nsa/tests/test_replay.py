@@ -378,15 +378,11 @@ def prefill(S, *, HQ=16, G=1, D=128, dtype=torch.bfloat16, packed=False):
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["fast", "deterministic"])
-@pytest.mark.parametrize(
-    "S, heads, D, dtype",
-    [
-        (200, (16, 1), 128, torch.bfloat16), (700, (64, 4), 128, torch.bfloat16),
-        (3000, (16, 1), 128, torch.float16), (30000, (16, 1), 128, torch.bfloat16),
-        (500, (8, 2), 64, torch.bfloat16), (300, (4, 2), 16, torch.float32),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("S, heads, D, dtype", [
+    (200, (16, 1), 128, torch.bfloat16), (700, (64, 4), 128, torch.bfloat16),
+    (3000, (16, 1), 128, torch.float16), (30000, (16, 1), 128, torch.bfloat16),
+    (500, (8, 2), 64, torch.bfloat16), (300, (4, 2), 16, torch.float32),
+], ids=str)  # fmt: skip
 def test_prefill_is_played_as_it_is_launched(S, heads, D, dtype, fixed, cuda, monkeypatch):
     """Values change between calls; gradients, which atomics add to, are bitwise those of the
     launchers in deterministic mode."""

@@ -145,11 +145,10 @@ def test_sliding(S, q_start, w, chunks):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "S, q_start, l, d",
-    [(40, 0, 8, 4), (37, 0, 8, 8), (13, 17, 8, 4), (1, 30, 8, 4), (7, 0, 8, 4), (5, 5, 8, 4),
-     (9, 0, 4, 1)],
-)  # fmt: skip
+@pytest.mark.parametrize("S, q_start, l, d", [
+    (40, 0, 8, 4), (37, 0, 8, 8), (13, 17, 8, 4), (1, 30, 8, 4), (7, 0, 8, 4), (5, 5, 8, 4),
+    (9, 0, 4, 1),
+])  # fmt: skip
 def test_compressed(S, q_start, l, d, chunks):
     N = num_compressed(q_start + S, l, d) + q_start % 2  # sometimes a key too many
     q, k, v = make_qkv(2, S, 4, 2, 8, 5, Skv=N, dtype=F64, seed=S)

@@ -74,22 +74,19 @@ def test_the_confidence_names_the_weakest_cell_of_all(run):
     assert "smallest lower bound 1.30x (L=256 dist=many" in said
 
 
-@pytest.mark.parametrize(
-    "bad, expected, says",
-    [
-        (row(128, "many", 1.19), 256, "lower bound 1.19x < 1.2x"),
-        (row(64, "few", 0.8), 128, "H=8 D=64"),
-        (row(512, "mixed", 1.1, N=64), None, "L=512 dist=mixed N=64"),
-        (row(256, "few", 2.39, status="UNSTABLE", why="drift: 4 %"), 512, "UNSTABLE: drift: 4 %"),
-        (row(128, "few", wall_low=1.1), 256, "lower bound 1.1x < 1.2x by wall"),
-        (row(64, "few", status="VALID", speedup=None, ci_low=None, ci_high=None, why=""), 128,
-         "too short for the clock"),
-        (row(128, "few", status="SKIPPED", why="out of memory", parity="", path="", speedup=None,
-             ci_low=None, ci_high=None), 256, "SKIPPED: out of memory"),
-        (row(128, "few", status="FAILED", why="RuntimeError: address", parity="", path="",
-             speedup=None, ci_low=None, ci_high=None), 256, "FAILED: RuntimeError: address"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("bad, expected, says", [
+    (row(128, "many", 1.19), 256, "lower bound 1.19x < 1.2x"),
+    (row(64, "few", 0.8), 128, "H=8 D=64"),
+    (row(512, "mixed", 1.1, N=64), None, "L=512 dist=mixed N=64"),
+    (row(256, "few", 2.39, status="UNSTABLE", why="drift: 4 %"), 512, "UNSTABLE: drift: 4 %"),
+    (row(128, "few", wall_low=1.1), 256, "lower bound 1.1x < 1.2x by wall"),
+    (row(64, "few", status="VALID", speedup=None, ci_low=None, ci_high=None, why=""), 128,
+     "too short for the clock"),
+    (row(128, "few", status="SKIPPED", why="out of memory", parity="", path="", speedup=None,
+         ci_low=None, ci_high=None), 256, "SKIPPED: out of memory"),
+    (row(128, "few", status="FAILED", why="RuntimeError: address", parity="", path="",
+         speedup=None, ci_low=None, ci_high=None), 256, "FAILED: RuntimeError: address"),
+])  # fmt: skip
 def test_one_bad_cell_moves_or_forbids_the_threshold(run, bad, expected, says):
     """One more row that fails, beside a whole grid that holds, and it is named with its line."""
     code, sent, out, _ = run([*grid(), bad])
@@ -141,49 +138,41 @@ def test_a_head_size_untested_at_a_longer_length_fails_there(run):
     assert proposal["blocking_case"].endswith(": not tested, and 2 more")
 
 
-@pytest.mark.parametrize(
-    "rows, says",
-    [
-        ([], "at least 3 lengths are needed, got none; no rows of few, many, mixed"),
-        (grid((128, 512)), "at least 3 lengths are needed, got 128, 512"),
-        ([r for r in grid() if r["dist"] != "mixed"], "no rows of mixed"),
-    ],
-)
+@pytest.mark.parametrize("rows, says", [
+    ([], "at least 3 lengths are needed, got none; no rows of few, many, mixed"),
+    (grid((128, 512)), "at least 3 lengths are needed, got 128, 512"),
+    ([r for r in grid() if r["dist"] != "mixed"], "no rows of mixed"),
+])  # fmt: skip
 def test_too_little_evidence_is_said(run, rows, says):
     code, sent, _, err = run(rows)
     assert code == 3 and says in err
     assert [r["kind"] for r in sent] == ["note"] and says in sent[0]["text"]
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        ({"parity": "FAIL", "status": "FAILED", "why": "mae"}, "parity must be PASS, got 'FAIL'"),
-        ({"parity": "FAIL", "status": "FAILED", "why": "mae", "speedup": None, "ci_low": None,
-          "ci_high": None}, "parity must be PASS, got 'FAIL'"),
-        ({"parity": ""}, "parity must be PASS, got 'nothing'"),
-        ({"device": " "}, "device is"),
-        ({"torch": "2.13.0"}, "torch is '2.13.0', but '2.11.0'"),
-        ({"commit": "def"}, "commit is 'def', but 'abc1234'"),
-        ({"device": "NVIDIA L4"}, "device is 'NVIDIA L4', but 'NVIDIA H200'"),
-        ({"driver": "1"}, "driver is '1'"),
-        ({"path": "sdpa"}, "path must be triton, got 'sdpa'"),
-        ({"path": "tritonish"}, "path must be triton"),
-        ({"path": ""}, "path must be triton, got 'nothing'"),
-        ({"ci_low": "nan"}, "ci_low must be a finite number, got 'nan'"),
-        ({"speedup": "inf"}, "speedup must be a finite number, got 'inf'"),
-        ({"speedup": "fast"}, "speedup must be a finite number, got 'fast'"),
-        ({"ci_low": None}, "must come together"),
-        ({"wall_low": None}, "wall_low must come with a speedup"),
-        ({"ci_low": 1.9, "ci_high": 1.8}, "ci_low must be in 0..ci_high"),
-        ({"speedup": 2.5}, "speedup must lie in its interval, got 2.5 and 1.5..1.8"),
-        ({"status": "FAILED", "parity": ""}, "parity must be PASS, got 'nothing'"),
-        ({"L": 0}, "L must be a whole number above 0"),
-        ({"H": "2.5"}, "H must be a whole number above 0"),
-        ({"status": "GREAT"}, "status must be one of"),
-        ({"status": "SKIPPED"}, "a SKIPPED row has no speedup"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, says", [
+    ({"parity": "FAIL", "status": "FAILED", "why": "mae"}, "parity must be PASS, got 'FAIL'"),
+    ({"parity": "FAIL", "status": "FAILED", "why": "mae", "speedup": None, "ci_low": None,
+      "ci_high": None}, "parity must be PASS, got 'FAIL'"),
+    ({"parity": ""}, "parity must be PASS, got 'nothing'"), ({"device": " "}, "device is"),
+    ({"torch": "2.13.0"}, "torch is '2.13.0', but '2.11.0'"),
+    ({"commit": "def"}, "commit is 'def', but 'abc1234'"),
+    ({"device": "NVIDIA L4"}, "device is 'NVIDIA L4', but 'NVIDIA H200'"),
+    ({"driver": "1"}, "driver is '1'"), ({"path": "sdpa"}, "path must be triton, got 'sdpa'"),
+    ({"path": "tritonish"}, "path must be triton"),
+    ({"path": ""}, "path must be triton, got 'nothing'"),
+    ({"ci_low": "nan"}, "ci_low must be a finite number, got 'nan'"),
+    ({"speedup": "inf"}, "speedup must be a finite number, got 'inf'"),
+    ({"speedup": "fast"}, "speedup must be a finite number, got 'fast'"),
+    ({"ci_low": None}, "must come together"),
+    ({"wall_low": None}, "wall_low must come with a speedup"),
+    ({"ci_low": 1.9, "ci_high": 1.8}, "ci_low must be in 0..ci_high"),
+    ({"speedup": 2.5}, "speedup must lie in its interval, got 2.5 and 1.5..1.8"),
+    ({"status": "FAILED", "parity": ""}, "parity must be PASS, got 'nothing'"),
+    ({"L": 0}, "L must be a whole number above 0"),
+    ({"H": "2.5"}, "H must be a whole number above 0"),
+    ({"status": "GREAT"}, "status must be one of"),
+    ({"status": "SKIPPED"}, "a SKIPPED row has no speedup"),
+])  # fmt: skip
 def test_rows_without_proof_are_refused_by_file_and_line(run, change, says):
     rows = grid()
     rows[4] = {**rows[4], **change}

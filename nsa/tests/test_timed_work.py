@@ -66,11 +66,9 @@ def writes_later(x, n):
     return out
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [writes_later, every(2, 0), every(2, 1), every(7, 6), once, by_address, into_one_buffer],
-    ids=["writes to inputs", "second", "other second", "seventh", "once", "address", "buffer"],
-)  # fmt: skip
+@pytest.mark.parametrize("kernel", [
+    writes_later, every(2, 0), every(2, 1), every(7, 6), once, by_address, into_one_buffer,
+], ids=["writes", "second", "other second", "seventh", "once", "address", "buffer"])  # fmt: skip
 def test_a_kernel_that_returns_its_memory_or_writes_to_inputs_is_told(kernel):
     row = row_of(planted(kernel))
     assert row.status in ("FAILED", "INVALID") and row.median_us is None, row
@@ -218,11 +216,9 @@ class Remembers:
         return self.kept
 
 
-@pytest.mark.parametrize(
-    "computes",
-    [lambda n: True, lambda n: n % 2, lambda n: n % 2 == 0, lambda n: n % 7, lambda n: False],
-    ids=["always", "odd calls", "even calls", "not every seventh", "never again"],
-)
+@pytest.mark.parametrize("computes", [
+    lambda n: True, lambda n: n % 2, lambda n: n % 2 == 0, lambda n: n % 7, lambda n: False,
+], ids=["always", "odd calls", "even calls", "not every seventh", "never again"])  # fmt: skip
 def test_the_decode_bench_of_the_cpu_profile_tells_a_step_that_remembers(computes, decode_rows):
     code, rows = decode_rows(Remembers(computes))
     honest = all(map(computes, range(1, 50)))

@@ -161,16 +161,10 @@ def writes_to_inputs(x, n):
     return out
 
 
-@pytest.mark.parametrize(
-    "kernel, says",
-    [
-        (wrong, "mae"),
-        (one_dead_row, "row"),
-        (returns_early, "NaN"),
-        (tires, "a timed call drawn at random"),
-        (writes_to_inputs, "inputs were written to"),
-    ],
-)
+@pytest.mark.parametrize("kernel, says", [
+    (wrong, "mae"), (one_dead_row, "row"), (returns_early, "NaN"),
+    (tires, "a timed call drawn at random"), (writes_to_inputs, "inputs were written to"),
+])  # fmt: skip
 def test_a_planted_cheat_gets_no_number(kernel, says):
     row = timed(planted(kernel))
     assert row.status in ("FAILED", "INVALID") and says in said(row)
@@ -545,17 +539,14 @@ def test_a_ratios_interval_covers_95_percent():
     assert (low, high) == pytest.approx((201 - 19.6, 201 + 19.6), abs=1.2)
 
 
-@pytest.mark.parametrize(
-    "samples, says",
-    [
-        ([100 - 0.1 * i for i in range(90)], "drift: last third -"),  # a card that warms up late
-        ([100 + 0.1 * i for i in range(90)], "drift: last third +"),
-        (shuffled(100 + 0.5 * i for i in range(30)), "spread"),  # known to 3 % only
-        (shuffled(70 + 60 * i / 6000 for i in range(6000)), "spread"),  # well known, of no one time
-        (shuffled(95 + 10 * i / 3000 for i in range(3000)), None),  # a short kernel, well known
-        ([100.0] * 20 + [150.0] * 3, None),
-    ],
-)
+@pytest.mark.parametrize("samples, says", [
+    ([100 - 0.1 * i for i in range(90)], "drift: last third -"),  # a card that warms up late
+    ([100 + 0.1 * i for i in range(90)], "drift: last third +"),
+    (shuffled(100 + 0.5 * i for i in range(30)), "spread"),  # known to 3 % only
+    (shuffled(70 + 60 * i / 6000 for i in range(6000)), "spread"),  # well known, of no one time
+    (shuffled(95 + 10 * i / 3000 for i in range(3000)), None),  # a short kernel, well known
+    ([100.0] * 20 + [150.0] * 3, None),
+])  # fmt: skip
 def test_what_does_not_settle_is_named(samples, says):
     why = stats.instability(samples, 0.5)
     assert (len(why) == 1 and why[0].startswith(says)) if says else not why, why

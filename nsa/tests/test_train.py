@@ -136,13 +136,10 @@ def test_two_checkpoints_are_kept_and_a_torn_one_is_not_read(both):
     assert Checkpoints(folder, {}).latest().name == "step-00000003"
 
 
-@pytest.mark.parametrize(
-    "more, words",
-    [
-        (["--lr", "0.5"], "was made with lr = 0.006, this run has 0.5"),
-        (["--seed", "7"], "was made with seed = 0, this run has 7"),
-    ],
-)
+@pytest.mark.parametrize("more, words", [
+    (["--lr", "0.5"], "was made with lr = 0.006, this run has 0.5"),
+    (["--seed", "7"], "was made with seed = 0, this run has 7"),
+])  # fmt: skip
 def test_a_checkpoint_of_another_run_is_refused(both, more, words, capsys):
     out, options = both
     assert train.main([*options, *more, "--resume", "--out", str(out)]) == 2
@@ -249,17 +246,13 @@ def test_dense_attention_is_causal_softmax_of_the_same_heads():
     torch.testing.assert_close(layer(x), layer.out(out.flatten(-2)))
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--attention", "sparse"], "--attention: must be from nsa, dense, each once, got sparse"),
-        (["--attention", "dense", "--save", "x"], "--save is for the NSA model"),
-        (["--seq", "8"], "--seq must be"),
-        (["--steps", "0"], "--steps: must be a whole number above 0, got '0'"),
-        (["--heads", "3"], "heads"),
-        (["--save_every", "-1"], "--save-every must be 0 or more"),
-    ],
-)
+@pytest.mark.parametrize("argv, words", [
+    (["--attention", "sparse"], "--attention: must be from nsa, dense, each once, got sparse"),
+    (["--attention", "dense", "--save", "x"], "--save is for the NSA model"),
+    (["--seq", "8"], "--seq must be"),
+    (["--steps", "0"], "--steps: must be a whole number above 0, got '0'"),
+    (["--heads", "3"], "heads"), (["--save_every", "-1"], "--save-every must be 0 or more"),
+])  # fmt: skip
 def test_usage_errors_name_the_option(argv, words, capsys):
     with pytest.raises(SystemExit) as stopped:
         train.main(["--device", "cpu", *argv])
@@ -273,17 +266,14 @@ def test_ranks_must_divide_the_batch(monkeypatch, capsys):
     assert "--batch must be a multiple of the 3 ranks, got 4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("world", "options", "expected"),
-    [
-        (1, ["64,128,256", "--batch", "4"], [(64, 4), (128, 2), (256, 1)]),
-        (1, ["64,128"], [(64, 4), (128, 2)]),
-        (4, ["64,128,512"], [(64, 32), (128, 16), (512, 4)]),  # a long one for every rank
-        (3, ["64"], [(64, 6)]),
-        (4, ["64,512", "--batch", "8"], [(64, 8), (512, 4)]),  # as asked for, and told
-        (4, ["64,136"], [(64, 12), (136, 4)]),  # 8.5 short ones for a long one on every rank
-    ],
-)
+@pytest.mark.parametrize("world, options, expected", [
+    (1, ["64,128,256", "--batch", "4"], [(64, 4), (128, 2), (256, 1)]),
+    (1, ["64,128"], [(64, 4), (128, 2)]),
+    (4, ["64,128,512"], [(64, 32), (128, 16), (512, 4)]),  # a long one for every rank
+    (3, ["64"], [(64, 6)]),
+    (4, ["64,512", "--batch", "8"], [(64, 8), (512, 4)]),  # as asked for, and told
+    (4, ["64,136"], [(64, 12), (136, 4)]),  # 8.5 short ones for a long one on every rank
+])  # fmt: skip
 def test_longer_sequences_keep_the_tokens_per_step(world, options, expected, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world))
     parser = train.build_parser()

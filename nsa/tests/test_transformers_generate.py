@@ -37,13 +37,11 @@ def generate(model, inputs, cache: bool, **more) -> torch.Tensor:
     return model.generate(**inputs, **options)
 
 
-@pytest.mark.parametrize(
-    "how, pad, plain",
-    [({}, 9, True), ({"num_beams": 3}, 9, False), ({"num_beams": 3}, 0, True),
-     ({"do_sample": True, "num_return_sequences": 3}, 9, False),
-     ({"prefill_chunk_size": 8}, 9, False), ({"prefill_chunk_size": 8}, 0, True)],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("how, pad, plain", [
+    ({}, 9, True), ({"num_beams": 3}, 9, False), ({"num_beams": 3}, 0, True),
+    ({"do_sample": True, "num_return_sequences": 3}, 9, False),
+    ({"prefill_chunk_size": 8}, 9, False), ({"prefill_chunk_size": 8}, 0, True),
+], ids=str)  # fmt: skip
 def test_a_cache_changes_nothing(how, pad, plain):
     model, inputs = make() if plain else learnt(), padded(pad=pad)
     without = {name: x for name, x in how.items() if name != "prefill_chunk_size"}

@@ -86,15 +86,11 @@ def engine_config(folder, **settings):
 # ---- interfaces ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "ours, base",
-    [
-        (integration.NSABackend, interface.AttentionBackend),
-        (integration.NSAMetadataBuilder, interface.AttentionMetadataBuilder),
-        (integration.NSAImpl, interface.AttentionImpl),
-        (integration.NSAPages, AttentionLayerBase),
-    ],
-)
+@pytest.mark.parametrize("ours, base", [
+    (integration.NSABackend, interface.AttentionBackend),
+    (integration.NSAMetadataBuilder, interface.AttentionMetadataBuilder),
+    (integration.NSAImpl, interface.AttentionImpl), (integration.NSAPages, AttentionLayerBase),
+])  # fmt: skip
 def test_classes_are_vllms(ours, base):
     """No abstract method is left, and each method that is vLLM's takes what vLLM gives it."""
     assert issubclass(ours, base) and not inspect.isabstract(ours)
@@ -293,17 +289,11 @@ def test_without_metadata_nothing_is_attended(config):
 # ---- what is not served --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("alibi_slopes", [1.0]),
-        ("sliding_window", 64),
-        ("logits_soft_cap", 30.0),
-        ("attn_type", interface.AttentionType.ENCODER_ONLY),
-        ("kv_sharing_target_layer_name", "layers.0"),
-        ("kv_cache_dtype", "int8_per_token_head"),
-    ],
-)
+@pytest.mark.parametrize("name, value", [
+    ("alibi_slopes", [1.0]), ("sliding_window", 64), ("logits_soft_cap", 30.0),
+    ("attn_type", interface.AttentionType.ENCODER_ONLY),
+    ("kv_sharing_target_layer_name", "layers.0"), ("kv_cache_dtype", "int8_per_token_head"),
+])  # fmt: skip
 def test_a_layer_refuses_what_nsa_lacks(name, value):
     none = dict(config=C, phi_k=None, phi_v=None)
     with pytest.raises(NotImplementedError, match=name):
@@ -413,19 +403,16 @@ def serve(folder: str, **settings) -> None:
     print("SERVED", json.dumps([tokens, outs[-1].num_cached_tokens, len(preempted)]))
 
 
-@pytest.mark.parametrize(
-    "settings, ours",
-    [
-        pytest.param({"dtype": "float32"}, "auto", id="fp32"),
-        pytest.param({"dtype": "float32", "kv_cache_dtype": "fp8"}, "fp8_e4m3", id="fp8"),
-        # 4 pages and vLLM's null block: requests are preempted, and computed anew.
-        pytest.param(
-            {"dtype": "float32", "num_gpu_blocks_override": 5, "block_size": 64},
-            "auto",
-            id="few-pages",
-        ),
-    ],
-)
+@pytest.mark.parametrize("settings, ours", [
+    pytest.param({"dtype": "float32"}, "auto", id="fp32"),
+    pytest.param({"dtype": "float32", "kv_cache_dtype": "fp8"}, "fp8_e4m3", id="fp8"),
+    # 4 pages and vLLM's null block: requests are preempted, and computed anew.
+    pytest.param(
+        {"dtype": "float32", "num_gpu_blocks_override": 5, "block_size": 64},
+        "auto",
+        id="few-pages",
+    ),
+])  # fmt: skip
 def test_the_engine_makes_the_tokens_of_generate(folder, tmp_path, settings, ours):
     env = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
     tokens, cached, preempted = served(folder, tmp_path, settings, env)
@@ -447,15 +434,11 @@ GRAPHS = {
 
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("runner", ["0", "1"])  # vLLM's older and its second model runner
-@pytest.mark.parametrize(
-    "settings, allowed",
-    [
-        pytest.param({}, 0.01, id="eager"),
-        pytest.param(GRAPHS, 0.01, id="graphs"),
-        pytest.param({"kv_cache_dtype": "fp8", **GRAPHS}, 0.3, id="fp8"),
-        pytest.param({"num_gpu_blocks_override": 5}, 0.01, id="few-pages"),
-    ],
-)
+@pytest.mark.parametrize("settings, allowed", [
+    pytest.param({}, 0.01, id="eager"), pytest.param(GRAPHS, 0.01, id="graphs"),
+    pytest.param({"kv_cache_dtype": "fp8", **GRAPHS}, 0.3, id="fp8"),
+    pytest.param({"num_gpu_blocks_override": 5}, 0.01, id="few-pages"),
+])  # fmt: skip
 def test_the_engine_on_a_card(tmp_path, settings, allowed, runner):
     """No token's logit is below the largest of one forward by more than rounding explains."""
     model = make_model(CARD).half().cuda()
