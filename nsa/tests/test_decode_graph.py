@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import bench_decode, decode_graph
+from bench import bench_decode, decode_graph, decode_step
 from bench.clock import CudaClock, clock_for
-from bench.decode_graph import ModuleStep, attention_graph, more_rows, other_length
+from bench.decode_graph import ModuleStep, more_rows, other_length
 from bench.decode_step import Step
 from bench.timing import Budget, Case, prove
 from nsa import generate as gen
@@ -20,7 +20,7 @@ from nsa.decode_graph import GraphUnavailable, StepGraph, _at_every_length
 from nsa.flags import Flags
 from nsa.model import NSALanguageModel
 from nsa.module import NSAAttention, NSABlock
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import assert_raises, randn
 
 CONFIG = NSAConfig(dim=24, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=12)
 TRITON = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
@@ -59,12 +59,9 @@ def mixed(layer, x, lengths=LENGTHS, **kw):
 def spoil(cache):
     """NaN wherever this cache holds no token yet."""
     (n,) = set(cache.lengths)
-    for k, v, used in (
-        (cache.k_cmp, cache.v_cmp, cache.emitted), (cache.k_sel, cache.v_sel, n),
-        (cache.k_win, cache.v_win, n), (cache.k_raw, cache.v_raw, n),
-    ):  # fmt: skip
-        for x in (k, v):
-            x[:, used:] = float("nan")
+    for kind, used in (("cmp", cache.emitted), ("sel", n), ("win", n), ("raw", n)):
+        for kv in "kv":
+            getattr(cache, f"{kv}_{kind}")[:, used:] = float("nan")
 
 
 def tokens_at(x, cache, T):
@@ -97,8 +94,7 @@ def most_back(cache):
 def test_rewinding_again_goes_no_further_back_than_the_rings(double, story, n):
     """After any chain of rewinds all that rewind() still allows decodes as if nothing had been."""
     layer, x, whole = double
-    cache = filled(layer, x, n)
-    other = x * 3 + 1
+    cache, other = filled(layer, x, n), x * 3 + 1
     if story == "twice":
         cache.rewind(min(5, most_back(cache)))
     elif story == "append_between":
@@ -112,30 +108,20 @@ def test_rewinding_again_goes_no_further_back_than_the_rings(double, story, n):
     cache.rewind(most_back(cache))
     start = cache.length
     assert start == max(0, max(cache.highest) - 8)
+    for copy in (cache.row(0), NSACache.stack([cache, cache])) if start else ():
+        assert most_back(copy) == 0
     out = torch.cat([layer.step(x[:, i : i + 1], cache) for i in range(start, S)], 1)
     torch.testing.assert_close(out, whole[:, start:], atol=1e-13, rtol=0)
-
-
-def test_a_copy_knows_how_far_its_rings_go_back(double):
-    layer, x, _ = double
-    cache = filled(layer, x[:1], 28)
-    cache.rewind(6)
-    for one in (cache.row(0), NSACache.stack([cache]), NSACache.stack([cache, cache])):
-        with pytest.raises(ValueError, match="n must be an int from 0 to 2, got 3"):
-            one.rewind(3)
 
 
 def test_a_stack_grows_and_counts_as_its_caches(double):
     layer, x, whole = double
     kinds = dict(max_len=9, growable=True, count_reads=True)
-    cache = NSACache.stack([filled(layer, x[:1], 9, **kinds), filled(layer, x[1:2], 9, **kinds)])
+    make = lambda b=0, n=9, **how: filled(layer, x[b : b + 1], n, **how)
+    cache = NSACache.stack([make(0, **kinds), make(1, **kinds)])
     out = layer.step(x[:2, 9:12], cache)
     torch.testing.assert_close(out, whole[:2, 9:12], atol=1e-13, rtol=0)
     assert len(cache.reads()) == 1 and cache.max_len >= 12
-    with pytest.raises(ValueError, match="count_reads needs sequences of one length"):
-        NSACache.stack([filled(layer, x[:1], n, **kinds) for n in (8, 9)])
-    with pytest.raises(ValueError, match="agree in growable"):
-        NSACache.stack([filled(layer, x[:1], 9, **kinds), filled(layer, x[:1], 9)])
 
 
 def test_a_step_that_emits_always_changes_nothing_else(double):
@@ -160,72 +146,46 @@ def test_hostile_use_of_mixed_caches(double):
     cache, stack = mixed(layer, x), NSACache.stack
     assert most_back(cache) == 1 and most_back(mixed(layer, x, (28, 3))) == 3  # of one for all
     assert most_back(filled(layer, x, 28)) == 8
-    full = stack([filled(layer, x[:1], 3), filled(layer, x[:1], S)])
-    three, other = filled(layer, x, 3), filled(layer, x, 3, max_step=4)
+    one = lambda n=9, **how: filled(layer, x[:1], n, **how)
+    counts = dict(count_reads=True)
+    full, three = stack([one(3), one(S)]), filled(layer, x, 3)
     one_length = "needs sequences of one length"
-    for words, call in (
+    assert_raises(*((ValueError, words, call) for words, call in (
         (f"chunk of 9 tokens .* {one_length}", lambda: layer.step(x[:, :9], cache)),
         (rf"compressed\(\) {one_length}", cache.compressed),
         (rf"selectable\(\) {one_length}", cache.selectable),
         (rf"window\(\) {one_length}", lambda: cache.window(1)),
         ("at least one NSACache, got none", lambda: stack([])),
         ("at least the longest 3, got 2", lambda: stack([three], max_len=2)),
-        ("agree in max_step, got 8 and 4", lambda: stack([three, other])),
+        ("agree in max_step, got 8 and 4", lambda: stack([three, filled(layer, x, 3, max_step=4)])),
         (f"max_len={S} tokens, got {S} \\+ 1", lambda: layer.step(x[:2, :1], full)),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
+        (f"count_reads {one_length}", lambda: stack([one(n, **counts) for n in (8, 9)])),
+        ("agree in growable", lambda: stack([one(growable=True), one()])),
+    )))  # fmt: skip
     assert full.lens.tolist() == [3, S]
 
 
 # ---- the fused step ------------------------------------------------------------------------------
 
 
-def close(out, want):
-    """fp16 against fp64 of the same weights, as close as rounding of weights and sums allows."""
-    assert out.isfinite().all()
-    torch.testing.assert_close(out.double().cpu(), want.double().cpu(), atol=6e-3, rtol=0)
-
-
-@pytest.mark.parametrize("split", [0, 7, 8, 21])
-def test_fused_decode_continues_prefill(kernel_device, split):
-    layer = make().half().to(kernel_device)
-    x = randn(1, 26, 24, seed=3, dtype=torch.float16, device=kernel_device)
-    layer.backend = "reference"  # the same choice of blocks: no score is near another's here
-    with torch.no_grad():
-        whole = layer(x)
-    cache = layer.make_cache(1, 26)
-    spoil(cache)
-    parts = [layer.prefill(x[:, :split], cache)] if split else []
-    layer.backend, layer.flags = "triton", TRITON
-    first, last = split, 26
-    if kernel_device == "cpu":  # from nothing on the last ones, else the first ones
-        first, last = (20, 26) if split == 0 else (split, min(split + 5, 26))
-    if first > split:
-        layer.backend = "reference"
-        parts += [layer.step(x[:, i : i + 1], cache) for i in range(split, first)]
-        layer.backend = "triton"
-    parts += [layer.step(x[:, i : i + 1], cache) for i in range(first, last)]
-    close(torch.cat(parts, 1), whole[:, :last])
-
-
 def test_the_fused_step_reads_lengths_from_the_device_alone(kernel_device):
-    """What a replay sees: the host's lengths stay those of the capture while the device's grow."""
+    """What a replay sees: the host's lengths stay those of the capture while the device's grow.
+    fp16 against fp64 of the same weights, as close as rounding of weights and sums allows."""
     layer = make().half().to(kernel_device)
-    lengths = (3, 7, 28)
-    x = randn(3, S, 24, seed=4, dtype=torch.float16, device=kernel_device)
-    layer.backend = "reference"
+    lengths = (3, 7, 8, 21, 28)
+    x = randn(len(lengths), S, 24, seed=4, dtype=torch.float16, device=kernel_device)
+    layer.backend = "reference"  # the same choice of blocks: no score is near another's here
     with torch.no_grad():
         whole = layer(x)
     cache = mixed(layer, x, lengths)
     layer.backend, layer.flags = "triton", TRITON
     cache.emit_always = True
     for i in range(5):
+        cache.lengths = [n + i for n in lengths]
+        new, want = (tokens_at(y, cache, 1) for y in (x, whole))
         cache.lengths = list(lengths)
-        at = [n + i for n in lengths]
-        new = torch.stack([x[b, n : n + 1] for b, n in enumerate(at)])
-        want = torch.stack([whole[b, n : n + 1] for b, n in enumerate(at)])
-        close(layer.step(new, cache), want)
+        out = layer.step(new, cache)
+        torch.testing.assert_close(out.double(), want.double(), atol=6e-3, rtol=0)
     assert cache.lens.tolist() == [n + 5 for n in lengths]
 
 
@@ -276,19 +236,18 @@ def test_replays_at_changing_lengths_equal_eager_steps_gpu(cuda, T):
 
 def test_a_graph_refuses_what_it_cannot_replay_gpu(cuda):
     layer, x, cache = on_gpu(cuda, 40, (39,))
-    graph = StepGraph(lambda x: layer.step(x, cache), x[:, :1], [cache])
+    capture = lambda: StepGraph(lambda x: layer.step(x, cache), x[:, :1], [cache])
+    graph = capture()
     graph(x[:, 39:])
-    with pytest.raises(ValueError, match="max_len=40 tokens, got 40"):
-        graph(x[:, 39:])
-    with pytest.raises(ValueError, match="x must be"):
-        graph(x[:, :2])
+    assert_raises(
+        (ValueError, "max_len=40 tokens, got 40", lambda: graph(x[:, 39:])),
+        (ValueError, "x must be", lambda: graph(x[:, :2])),
+    )
     cache.rewind(1)
     cache.growable = True
-    with pytest.raises(GraphUnavailable, match="max_len"):
-        StepGraph(lambda x: layer.step(x, cache), x[:, :1], [cache])
+    assert_raises((GraphUnavailable, "max_len", capture))
     cache.growable, layer.backend = False, "reference"
-    with pytest.raises(GraphUnavailable, match="fused"):
-        StepGraph(lambda x: layer.step(x, cache), x[:, :1], [cache])
+    assert_raises((GraphUnavailable, "fused", capture))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -298,12 +257,10 @@ def test_generation_by_graph_gives_the_same_text_gpu(cuda, autocast):
     model = model if autocast else model.bfloat16()
     prompt = torch.randint(0, 256, (2, 70), device=cuda)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        plain = gen.generate(model, prompt, 60)
-        asked = gen.generate(model, prompt, 60, graph=True)
+        plain, asked = (gen.generate(model, prompt, 60, graph=graph) for graph in (False, True))
     assert asked.graphed, asked.why_no_graph
     # The rates are rounded alike in both; a rare near-tie of two bytes may still go the other way.
-    same = (plain.tokens == asked.tokens).all(1)
-    assert same.any()
+    assert (plain.tokens == asked.tokens).all(1).any()
 
 
 def test_bench_times_graphs_and_the_layer_gpu(cuda):
@@ -311,8 +268,9 @@ def test_bench_times_graphs_and_the_layer_gpu(cuda):
     layer = NSAAttention(BIG, flags=TRITON).to(cuda, torch.bfloat16).eval()
     step = Step(layer, 2, 1500, flags=TRITON)
     assert isinstance(clock_for(cuda), CudaClock)
-    tools = dict(clock=clock_for(cuda), cold=True, budget=Budget(0.1, 1.0, 10, warm_s=0.02))
-    rows, missing = more_rows(layer, step, bench_decode.total_case(step, {}), {}, tools)
+    rows, missing = timed(
+        layer, step, clock_for(cuda), Budget(0.1, 1.0, 10, warm_s=0.02), cold=True
+    )
     assert missing == {} and set(rows) == {"graph", "module", "module_graph"}
     for name, row in rows.items():
         assert row.status in ("VALID", "UNSTABLE"), (name, row.why)
@@ -330,30 +288,32 @@ def bench_step():
     return layer, Step(layer, 2, 41)
 
 
+QUICK = Budget(0.02, 0.2, 6, warm_s=0, warm_cap_s=0.05)
+
+
+def timed(layer, step, clock=None, budget=QUICK, cold=False):
+    """What the bench finds beyond the step itself."""
+    tools = dict(clock=clock or clock_for("cpu"), cold=cold, budget=budget)
+    return more_rows(layer, step, bench_decode.total_case(step, {}), {}, tools)
+
+
 def test_bench_times_the_layer_over_one_context(bench_step):
     layer, step = bench_step
-    module = ModuleStep(layer, step)
     seen = []
 
     class Spy(type(clock_for("cpu"))):
         def run(self, calls, *, cold):
-            before = [call.before for call in calls]
-            assert all(before)
+            assert all(call.before for call in calls)
             times = super().run(calls, cold=cold)
             seen.append((step.cache.length, step.cache.lens.tolist()))
             return times
 
-    tools = dict(clock=Spy(), cold=False, budget=Budget(0.02, 0.2, 6, warm_s=0, warm_cap_s=0.05))
-    rows, missing = more_rows(layer, step, bench_decode.total_case(step, {}), {}, tools)
+    rows, missing = timed(layer, step, Spy())
     assert set(rows) == {"module"} and set(missing) == {"graph", "module_graph"}
     assert all("CUDA device" in why for why in missing.values())
     row = rows["module"]
     assert row.status in ("VALID", "UNSTABLE") and row.wall_us > 0, row.why
     assert len(seen) > 2 and set(map(str, seen)) == {str((41, [41, 41]))}
-    with pytest.raises(GraphUnavailable):
-        attention_graph(step, bench_decode.total_case(step, {}), tools)
-    with pytest.raises(GraphUnavailable):
-        module.graph(())
 
 
 def test_a_graph_of_the_layer_is_judged_where_its_step_emits(monkeypatch):
@@ -378,10 +338,15 @@ def test_a_graph_of_the_layer_is_judged_where_its_step_emits(monkeypatch):
     assert parity.status == "PASS" and step.cache.length == 36
 
 
-@pytest.mark.parametrize("what", ["output", "append", "window"])
-def test_bench_sees_a_wrong_layer_step(bench_step, what, monkeypatch):
-    layer, step = bench_step
-    good = NSAAttention.step
+@pytest.mark.parametrize("what, at, told", [
+    ("output", 41, ""), ("append", 41, ""), ("window", 41, ""),
+    ("emits nothing", 36, "did not emit its token to k_cmp"), ("emits nothing", 35, None),
+])  # fmt: skip
+def test_bench_sees_a_wrong_layer_step(what, at, told, monkeypatch):
+    """36 = l + 7 d: the step is to add a compressed token."""
+    layer, good = make(seed=2), NSAAttention.step
+    step = Step(layer, 2, at)
+    assert timed(layer, step)[0]["module"].status != "FAILED"
 
     def wrong(self, x, cache):
         out = good(self, x, cache)
@@ -392,39 +357,25 @@ def test_bench_sees_a_wrong_layer_step(bench_step, what, monkeypatch):
         return out * 1.01 if what == "output" else out
 
     monkeypatch.setattr(NSAAttention, "step", wrong)
-    tools = dict(clock=clock_for("cpu"), cold=False, budget=Budget(0.02, 0.2, 6, warm_s=0))
-    rows, _ = more_rows(layer, step, bench_decode.total_case(step, {}), {}, tools)
-    assert rows["module"].status == "FAILED" and rows["module"].median_us is None
-
-
-@pytest.mark.parametrize("S, status", [(36, "FAILED"), (35, None)])
-def test_bench_sees_a_step_that_emits_nothing(S, status, monkeypatch):
-    layer = make(seed=2)
-    step = Step(layer, 2, S)
-    tools = dict(clock=clock_for("cpu"), cold=False, budget=Budget(0.02, 0.2, 6, warm_s=0))
-    total = bench_decode.total_case(step, {})
-    assert more_rows(layer, step, total, {}, tools)[0]["module"].status != "FAILED"
-    monkeypatch.setattr(NSACache, "_emit", lambda *_: None)
-    row = more_rows(layer, step, total, {}, tools)[0]["module"]
-    assert (row.status == "FAILED") == (status == "FAILED"), row.why
-    assert status is None or "did not emit its token to k_cmp" in row.why[0]
+    if what == "emits nothing":
+        monkeypatch.setattr(NSACache, "_emit", lambda *_: None)
+    row = timed(layer, step)[0]["module"]
+    assert (row.status == "FAILED") == (row.median_us is None) == (told is not None), row.why
+    assert not told or told in row.why[0]
 
 
 def test_steps_in_a_row_end_where_the_step_stands_and_emit_once(bench_step, monkeypatch):
     layer, step = bench_step
-    emitted, lengths = [], []
-    good = NSAAttention.step
+    seen, good = [], NSAAttention.step
 
     def noted(self, x, cache):
-        before = cache.emitted
-        out = good(self, x, cache)
-        emitted.append(cache.emitted - before)
-        lengths.append(len(cache))
+        before, out = cache.emitted, good(self, x, cache)
+        seen.append((cache.emitted - before, len(cache)))
         return out
 
     monkeypatch.setattr(NSAAttention, "step", noted)
-    assert ModuleStep(layer, step).in_a_row() == layer.config.d == len(emitted)
-    assert sum(emitted) == 1 and lengths[-1] == step.S == step.cache.length == 41
+    assert ModuleStep(layer, step).in_a_row() == layer.config.d == len(seen)
+    assert sum(n for n, _ in seen) == 1 and seen[-1][1] == step.S == step.cache.length == 41
     assert step.cache.lens.tolist() == [41, 41]
 
 
@@ -456,12 +407,9 @@ def test_big_batches_are_judged_by_the_reference(bench_step, monkeypatch):
 
 
 def test_filling_in_chunks_reads_the_same(monkeypatch):
-    from bench import decode_step
-
-    layer = make()
-    whole = Step(layer, 2, 41).counted
+    whole = Step(make(), 2, 41).counted
     monkeypatch.setattr(decode_step, "FILL_TOKENS", 22)
-    assert Step(layer, 2, 41).counted == whole
+    assert Step(make(), 2, 41).counted == whole
 
 
 def test_a_preset_runs_its_cells(monkeypatch, tmp_path, capsys):
@@ -470,15 +418,13 @@ def test_a_preset_runs_its_cells(monkeypatch, tmp_path, capsys):
 
     cells = bench_decode.PRESETS["serving"][0]
     assert len(cells) == 6 and (64, 32768) in cells
-    monkeypatch.setitem(
-        bench_decode.PRESETS, "serving",
-        (((1, 41), (3, 20)), dict(heads=4, groups=2, dk=8, dv=8, branch_force_mode="none")),
-    )  # fmt: skip
-    sizes = "--dim 24 --l 8 --d 4 --l_sel 8 --n_sel 3 --w 12 --iters 6 --quick --device cpu".split()
-    path = str(tmp_path / "p.csv")
-    threads = torch.get_num_threads()
+    options = dict(heads=4, groups=2, dk=8, dv=8, branch_force_mode="none")
+    monkeypatch.setitem(bench_decode.PRESETS, "serving", (((1, 41), (3, 20)), options))
+    sizes = "--dim 24 --l 8 --d 4 --l_sel 8 --n_sel 3 --w 12 --iters 6 --quick --device cpu --dv 16"
+    path, threads = str(tmp_path / "p.csv"), torch.get_num_threads()
     try:
-        assert bench_decode.main(["--preset", "serving", *sizes, "--dv", "16", "--csv", path]) == 0
+        argv = ["--preset", "serving", *sizes.split(), "--csv", path]
+        assert bench_decode.main(argv) == 0
     finally:
         torch.set_num_threads(threads)
     rows = read_csv(path)
