@@ -16,27 +16,10 @@ import torch
 from nsa.flags import clear_flags_cache
 from nsa.kernels.aot import usage
 from nsa.kernels.decode import cluster, nsa_decode_triton
-from nsa.kernels.decode.cluster import (
-    HEAD_SIZES,
-    MOST_BLOCKS,
-    SHARED_MOST,
-    compile_cluster,
-    plan,
-    why_not,
-)
+from nsa.kernels.decode.cluster import compile_cluster, plan, why_not
 from nsa.kernels.tiles import cdiv
 from nsa.tests import test_decode_kernels as kernels
-from nsa.tests.test_decode_kernels import (
-    BF16,
-    F16,
-    F32,
-    GIVEN,
-    WIDE,
-    Caches,
-    Step,
-    assert_nan_harms_no_other,
-    assert_proven,
-)
+from nsa.tests.test_decode_kernels import BF16, F16, F32, GIVEN, WIDE, Caches, Step
 
 NAME = "_decode_cluster_kernel"
 SMALL = dict(D=64, Dv=64, h=2, d=4, l=8, l_sel=16, w=16)
@@ -120,7 +103,7 @@ def launched(caches):
 def test_step(step, served):
     caches = Caches(step, "cuda")
     out, indices, counts = launched(caches)
-    assert_proven(f"cluster/{step}", caches, out, indices, counts, [NAME])
+    kernels.assert_proven(f"cluster/{step}", caches, out, indices, counts, [NAME])
     again, same, _ = launched(caches)  # sums have a fixed order
     assert torch.equal(again, out) and torch.equal(same, indices)
 
@@ -226,7 +209,7 @@ def test_one_graph_serves_all_lengths(T, G, served):
 def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(served):
     caches = Caches(Step((4000, 2500), G=4, **WIDE), "cuda")
     launched(caches)
-    assert assert_nan_harms_no_other(caches)[0].isnan().all()
+    assert kernels.assert_nan_harms_no_other(caches)[0].isnan().all()
 
 
 def test_who_asks_for_triton_or_has_unaligned_queries_gets_triton(served, monkeypatch):
@@ -270,16 +253,16 @@ def of_programs(programs, **changed):
 @pytest.mark.parametrize("n_sel", [16, 32, 4])
 @pytest.mark.parametrize("max_len", [64, 4096, 8192, 65536, 1 << 17, 1 << 18, 1 << 20])
 def test_plans_hold_all_keys_and_fit(max_len, n_sel):
-    for (dim, dv), size in itertools.product(HEAD_SIZES, (2, 1)):
+    for (dim, dv), size in itertools.product(cluster.HEAD_SIZES, (2, 1)):
         given = dict(dim=dim, dv=dv, n_sel=n_sel, max_len=max_len, fp8=size == 1)
         for programs in (1, 4, 5, 8, 16, 17, 32, 64, 66, 67, 128, 132, 133, 256, 4096):
             found = plan(of_programs(programs, **given))
             if found is None:  # only where a cluster's shared memory cannot hold the block sums
                 assert max_len >= 1 << 18
                 continue
-            assert found.cluster <= MOST_BLOCKS and found.cluster & (found.cluster - 1) == 0
+            assert found.cluster <= cluster.MOST_BLOCKS and found.cluster & (found.cluster - 1) == 0
             assert found.cluster * found.units * 4 >= cdiv(max_len, 64)
-            assert found.shared <= SHARED_MOST[found.occupancy]
+            assert found.shared <= cluster.SHARED_MOST[found.occupancy]
             # Outputs go through rings.
             assert 2 * 16 * dv * 4 <= found.stages * 16 * (dim + dv) * size
 

@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa import (
-    cache_bytes_per_token,
-    dispatch,
-    kvcache,
-    launches,
-    nsa_with_kvcache,
-    oracle,
-    reorder_kvcache,
-)
+from nsa import dispatch, kvcache, launches, nsa_with_kvcache, oracle, reorder_kvcache
 from nsa.cache import NSACache
 from nsa.compress import MLPCompression, mean_pool
 from nsa.config import NSAConfig
@@ -690,9 +682,9 @@ def test_bytes_per_token_are_those_of_the_caches():
 
     pages = Caches("pages", torch.float32)
     of_page = sum(x[0].nbytes for x in pages.all.values())
-    assert cache_bytes_per_token(config, torch.float16) == grown(cache)
-    assert cache_bytes_per_token(config, torch.float32, ring=False) == of_page / PAGE
+    assert kvcache.cache_bytes_per_token(config, torch.float16) == grown(cache)
+    assert kvcache.cache_bytes_per_token(config, torch.float32, ring=False) == of_page / PAGE
     with pytest.raises(TypeError, match="config must be an nsa.NSAConfig, got int"):
-        cache_bytes_per_token(3)
+        kvcache.cache_bytes_per_token(3)
     with pytest.raises(TypeError, match="dtype must be a torch.dtype"):
-        cache_bytes_per_token(config, "bf16")
+        kvcache.cache_bytes_per_token(config, "bf16")

@@ -26,29 +26,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa import (
-    Flags,
-    NSAAttention,
-    NSACache,
-    NSAConfig,
-    NSALanguageModel,
-    ParallelNSACache,
-    StepGraph,
-    attention,
-    dispatch,
-    exchange,
-    launches,
-    nsa_attention,
-    oracle,
-    parallel,
-    parallel_cache,
-)
+from nsa import attention, dispatch, exchange, launches, oracle, parallel, parallel_cache
 from nsa.arrival import await_selection, selection_waits
-from nsa.attention import nsa_decode, sliding_attention
-from nsa.cache import BranchKV
+from nsa.attention import nsa_attention, nsa_decode, sliding_attention
+from nsa.cache import BranchKV, NSACache
 from nsa.compress import MLPCompression, mean_pool
+from nsa.config import NSAConfig
+from nsa.decode_graph import StepGraph
 from nsa.errors import ExchangeFailed
-from nsa.parallel_cache import merge
+from nsa.flags import Flags
+from nsa.model import NSALanguageModel
+from nsa.module import NSAAttention
+from nsa.parallel_cache import ParallelNSACache, merge
 from nsa.tests.conftest import _poisoned
 from nsa.tests.helpers import assert_raises
 
