@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,22 +16,10 @@ from triton.runtime import build
 
 from nsa import NSAAttention, NSAConfig, launches
 from nsa.flags import Flags
+from nsa.kernels import launch as module
 from nsa.kernels import row_tiles
 from nsa.kernels.decode import nsa_decode_triton
-from nsa.kernels.launch import (
-    OPTIONS,
-    by_layout,
-    is_planned,
-    launch,
-    launch_planned,
-    on_its_device,
-    pass_over,
-    planning,
-    prepare_planned,
-    ready,
-    run,
-)
-from nsa.kernels.row_tiles import descriptor, shared_layout
+from nsa.kernels.launch import OPTIONS, launch, launch_planned, on_its_device, ready
 from nsa.tests.helpers import randn
 
 CONFIG = NSAConfig(dim=64, heads=8, groups=2, d_k=32, d_v=32, l=16, d=8, l_sel=16, n_sel=4, w=32)
@@ -90,8 +80,6 @@ class FakeDriver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    from nsa.kernels import launch as module
-
     fake = FakeDriver()
     monkeypatch.setattr(module, "driver", SimpleNamespace(active=fake))
     monkeypatch.setattr(module, "_made", {})
@@ -114,23 +102,16 @@ def test_threads_that_load_launchers_of_one_name_get_each_their_own():
     """As those of Triton 3.6 are, of which Python keeps one module."""
     if not (shutil.which("gcc") or shutil.which("clang")):
         pytest.skip("no C compiler, which Triton compiles launchers with")
-    sources = [LAUNCHER % n for n in range(8)]
-
-    def module(n: int) -> Any:
-        return build.compile_module_from_src(src=sources[n], name="one_name")
-
-    def load(n: int) -> int:
-        return module(n).launch()
-
+    load = lambda n: build.compile_module_from_src(src=LAUNCHER % n, name="one_name")
     for _ in range(2):  # Python gives the one module from the second time on
-        modules = [module(n) for n in range(8)]
+        modules = [load(n) for n in range(8)]
         assert [m.launch() for m in modules] == list(range(8))
     wanted = [*range(8)] * 300
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(8) as pool:
-            assert [*pool.map(load, wanted)] == wanted
+            assert [*pool.map(lambda n: load(n).launch(), wanted)] == wanted
     finally:
         sys.setswitchinterval(before)
 
@@ -183,7 +164,7 @@ def test_a_launch_that_is_ready_makes_its_descriptors_once(release, described, m
         src=SimpleNamespace(signature=signature), metadata=SimpleNamespace(tensordesc_meta=None),
     )  # fmt: skip
     args = (7, Descriptor() if described else 5)
-    run(compiled, (2, 1, 1), "stream", args)
+    module.run(compiled, (2, 1, 1), "stream", args)
     again = ready(compiled, (2, 1, 1), "stream", args)
     assert len(made) == 2 * described and len(calls) == 1
     for _ in range(3):
@@ -217,23 +198,25 @@ def test_a_launch_of_another_triton_is_made_as_ever(without):
 
 
 def test_the_second_launch_gets_every_parameter_in_the_order_of_the_signature(driver):
-    kernel, compiled, other = FakeKernel(), {}, {}
+    """Another kernel of the same name is not taken for the compiled one."""
+    kernel, same_name, compiled, other = FakeKernel(), FakeKernel(), {}, {}
     launches.reset()
     for n, cache in ((1, compiled), (2, compiled), (3, other)):
         launch_planned(kernel, (n, 2, 1), ("x", n), CONSTANTS, cache)
+    launch_planned(same_name, (1, 2, 1), ("x", 1), CONSTANTS, compiled)
     assert kernel.calls == [
         ("jit", (1, 2, 1), ("x", 1), OPTIONS | CONSTANTS),
         ("run", (2, 2, 1), "stream of 0", ("x", 2, 64, True)),
         ("jit", (3, 2, 1), ("x", 3), OPTIONS | CONSTANTS),
     ]
-    assert launches.counts()["_fake_kernel"] == 3
+    assert kinds(same_name) == ["jit"] and launches.counts()["_fake_kernel"] == 4
 
 
 def test_what_was_prepared_is_launched_without_compiling(driver):
     kernel, compiled = FakeKernel(), {}
     launches.reset()
     for _ in range(2):
-        prepare_planned(kernel, (1, 2, 1), ("x", 1), CONSTANTS, compiled)
+        module.prepare_planned(kernel, (1, 2, 1), ("x", 1), CONSTANTS, compiled)
     assert kernel.calls == [("warmup", (1, 2, 1), ("x", 1), OPTIONS | CONSTANTS), "loaded"]
     assert "_fake_kernel" not in launches.counts()
     launch_planned(kernel, (5, 2, 1), ("x", 1), CONSTANTS, compiled)
@@ -245,7 +228,7 @@ def call(driver, monkeypatch):
     """A launcher of three kernels, one of them twice, and those kernels."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernels = [FakeKernel() for _ in range(3)]
-    x = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
+    x = on_card(0)
 
     @on_its_device
     def launcher(x):
@@ -271,41 +254,30 @@ def test_all_kernels_of_a_call_are_compiled_before_the_first_is_launched(call):
     assert launches.counts()["_fake_kernel"] == 8
 
 
-def test_an_error_of_a_compilation_is_the_calls(call, monkeypatch):
+def test_an_error_of_a_compilation_is_the_calls(call):
     go, kernels = call
-
-    def fails(*args, grid, **constants):
-        raise RuntimeError("PTX failed")
-
-    monkeypatch.setattr(kernels[1], "warmup", fails)
-    with pytest.raises(RuntimeError, match="PTX failed"):
-        go()
+    fails = mock.Mock(side_effect=RuntimeError("PTX failed"))
+    with mock.patch.object(kernels[1], "warmup", fails):
+        with pytest.raises(RuntimeError, match="PTX failed"):
+            go()
     assert kinds(kernels[2]) == ["warmup", "loaded"]
-    monkeypatch.undo()
 
 
 def test_a_planned_call_launches_nothing_and_says_what_it_would(call):
     go, kernels = call
     launches.reset()
-    with planning() as planned:
-        assert go() == "done" and is_planned("_other_kernel")
-        assert pass_over("_faster_kernel", "heads must be 64 wide")
-        assert not pass_over("_good_kernel", None)
+    with module.planning() as planned:
+        assert go() == "done" and module.is_planned("_other_kernel")
+        assert module.pass_over("_faster_kernel", "heads must be 64 wide")
+        assert not module.pass_over("_good_kernel", None)
     assert [one.kernel.__name__ for one in planned.launches] == ["_fake_kernel"] * 4 + [
         "_other_kernel"
     ]
     assert planned.passed_over == {"_faster_kernel": "heads must be 64 wide"}
     assert not any(k.calls for k in kernels) and "_fake_kernel" not in launches.counts()
-    assert not is_planned("_other_kernel")
+    assert not module.is_planned("_other_kernel")
     go()
     assert kinds(kernels[1]) == ["warmup", "loaded", "run"]
-
-
-def test_another_kernel_of_the_same_name_is_not_taken_for_the_compiled_one(driver):
-    first, second, compiled = FakeKernel(), FakeKernel(), {}
-    launch_planned(first, (1, 1, 1), ("x", 1), dict(BLOCK=16, MASKED=False), compiled)
-    launch_planned(second, (1, 1, 1), ("x", 1), dict(BLOCK=16, MASKED=False), compiled)
-    assert [len(k.calls) for k in (first, second)] == [1, 1] and second.calls[0][0] == "jit"
 
 
 def test_a_launch_that_triton_would_compile_alike_is_not_looked_up_again(driver):
@@ -356,8 +328,6 @@ class ClearedByAnother(dict):
 def test_a_memory_that_another_thread_clears_never_makes_triton_compile_for_an_address(
     driver, monkeypatch
 ):
-    from nsa.kernels import launch as module
-
     monkeypatch.setattr(module, "_made", ClearedByAnother())
     kernel, x = FakeKernel(), torch.zeros(64, dtype=torch.float16)
     for _ in range(4):
@@ -369,12 +339,11 @@ def test_a_memory_that_another_thread_clears_never_makes_triton_compile_for_an_a
 def test_descriptors_are_told_apart_by_what_triton_compiles_for(driver):
     kernel = FakeKernel()
     x = torch.zeros(32, 64, dtype=torch.float16)
-    for made, how in (
-        (descriptor(x, (16, 64)), "jit"), (descriptor(x, (16, 64)), "run"),
-        (descriptor(x[:16], (16, 64)), "run"), (descriptor(x, (16, 32)), "jit"),
-        (descriptor(x.bfloat16(), (16, 64)), "jit"),
+    for y, block, how in (
+        (x, (16, 64), "jit"), (x, (16, 64), "run"), (x[:16], (16, 64), "run"),
+        (x, (16, 32), "jit"), (x.bfloat16(), (16, 64), "jit"),
     ):  # fmt: skip
-        launch(kernel, (1,), made, 16, **CONSTANTS)
+        launch(kernel, (1,), row_tiles.descriptor(y, block), 16, **CONSTANTS)
         assert kernel.calls[-1][0] == how
 
 
@@ -399,8 +368,8 @@ def test_triton_calls_its_hooks_where_there_are_any(driver, monkeypatch):
 
 def test_layouts_tell_types_alignment_and_ints_apart():
     x, memory = torch.zeros(64, dtype=torch.float16), {}
-    of = lambda n, y: by_layout(memory, (n,), (y,))[0]
-    assert by_layout({}, (), (x, x[1:])) == ({}, [x.data_ptr(), x.data_ptr() + 2])
+    of = lambda n, y: module.by_layout(memory, (n,), (y,))[0]
+    assert module.by_layout({}, (), (x, x[1:])) == ({}, [x.data_ptr(), x.data_ptr() + 2])
     first = of(16, x)
     assert of(16, x[8:]) is first
     for n, y in ((16, x[1:]), (16, x.to(torch.bfloat16)), (32, x)):
@@ -408,32 +377,25 @@ def test_layouts_tell_types_alignment_and_ints_apart():
     assert len(memory) == 4
 
 
-class OnCard:
-    is_cuda = True
-
-    def __init__(self, index: int) -> None:
-        self.device = torch.device("cuda", index)
+def on_card(index: int) -> Any:
+    return SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=index))
 
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_launcher_runs_on_the_device_of_its_first_argument(monkeypatch, by_name):
     current = [0]
 
-    class Guard:
-        def __init__(self, device):
-            self.device = device
-
-        def __enter__(self):
-            self.before, current[0] = current[0], self.device.index
-
-        def __exit__(self, *_):
-            current[0] = self.before
+    @contextlib.contextmanager
+    def guard(device):
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.cuda, "device", guard)
     where = on_its_device(lambda x, y=None: current[0])
     call = (lambda x: where(x=x, y=1)) if by_name else where
-    assert [call(OnCard(1)), call(OnCard(0)), call(torch.zeros(1)), call(None)] == [1, 0, 0, 0]
+    assert [call(on_card(1)), call(on_card(0)), call(torch.zeros(1)), call(None)] == [1, 0, 0, 0]
     assert current == [0]
 
 
@@ -484,8 +446,6 @@ def test_a_layer_works_on_a_card_that_is_not_the_current_one(cuda):
 @pytest.mark.parametrize("gluon", [False, True])
 def test_descriptors_are_those_that_triton_makes(gluon):
     """Also from the second on, which Triton does not check; one form is not taken for another."""
-    pytest.importorskip("triton")
-
     layout = row_tiles.shared_layout(128, 16, 2) if gluon else None
     more = () if layout is None else (layout,)
     row_tiles._forms.clear()
@@ -508,8 +468,7 @@ def test_descriptors_are_those_that_triton_makes(gluon):
 
 
 def test_a_layout_has_the_name_of_tritons():
-    pytest.importorskip("triton")
     from triton.experimental.gluon import language as gl
 
     for sizes in ((128, 16, 2), (0, 32, 1)):
-        assert repr(shared_layout(*sizes)) == repr(gl.NVMMASharedLayout(*sizes))
+        assert repr(row_tiles.shared_layout(*sizes)) == repr(gl.NVMMASharedLayout(*sizes))

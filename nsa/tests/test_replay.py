@@ -84,12 +84,7 @@ def ints(*values):
 def counted(launcher):
     """The launcher, played, and how often it was really called."""
     calls = []
-
-    def there(*args):
-        calls.append(1)
-        return launcher(*args)
-
-    return replay.replayed(there), calls
+    return replay.replayed(lambda *args: (calls.append(1), launcher(*args))[1]), calls
 
 
 def chain(sums):
@@ -108,6 +103,19 @@ def chain(sums):
     return launcher
 
 
+A, B = ints(1, 2, 3), ints(4, 5, 6)  # chain() gives 11, 13, 15 of them and a step of 5
+
+
+@pytest.fixture
+def played(sums):
+    """A chain whose calls are played from now on."""
+    call, calls = counted(chain(sums))
+    for _ in range(3):
+        call(A, B, 5)
+    assert len(calls) == 2
+    return call, calls
+
+
 def test_a_call_is_played_from_the_third_time_on(sums):
     call, calls = counted(chain(sums))
     kept = []
@@ -124,37 +132,34 @@ def test_a_call_is_played_from_the_third_time_on(sums):
 
 
 def test_what_a_launcher_may_choose_by_has_records_of_its_own(sums, monkeypatch):
+    """One tensor twice is not taken for two."""
     call, calls = counted(chain(sums))
-    a, b = ints(1, 2, 3), ints(4, 5, 6)
     cases = [
-        (a, b, 5), (a, b, 6), (ints(1), ints(2), 5), (a, a, 5), (a, b, 5, [1]), (a, b, 5, None),
-        (ints(0, 1, 2, 3)[1:], b, 5), (ints(1, 1, 2, 1, 3, 1)[::2].clone(), b, 5),
+        (A, B, 5), (A, B, 6), (ints(1), ints(2), 5), (A, A, 5), (A, B, 5, [1]), (A, B, 5, None),
+        (ints(0, 1, 2, 3)[1:], B, 5), (ints(1, 1, 2, 1, 3, 1)[::2].clone(), B, 5),
     ]  # fmt: skip
     for _ in range(4):
         for given in cases:
             out, double = call(*given)
             assert out.tolist() == (given[0] + given[1] + given[2] + 1).tolist()
-    assert len(calls) == 2 * 7  # the last is like the first
+    made = 2 * 7  # the last is like the first
+    assert len(calls) == made
+
+    def called(times, new):
+        nonlocal made
+        made += new
+        for _ in range(times):
+            call(A, B, 5)
+        assert len(calls) == made
+
     with deterministic():
-        call(a, b, 5)
-    assert len(calls) == 2 * 7 + 1
-    call(a, b, 5)
-    assert len(calls) == 2 * 7 + 1
+        called(1, new=1)
+    called(1, new=0)
     monkeypatch.setattr(replay, "get_flags", lambda: Flags(use_gluon=False))
-    call(a, b, 5)
-    assert len(calls) == 2 * 7 + 2
-    call(a, b, 5)
+    called(1, new=1)
+    called(1, new=1)
     replay.forget()
-    call(a, b, 5)
-    assert len(calls) == 2 * 7 + 4
-
-
-def test_one_tensor_twice_and_two_tensors_are_not_taken_for_each_other(sums):
-    call, _ = counted(chain(sums))
-    a, b = ints(1, 2, 3), ints(4, 5, 6)
-    for _ in range(4):
-        assert call(a, a, 0)[0].tolist() == [3, 5, 7]
-        assert call(a, b, 0)[0].tolist() == [6, 8, 10]
+    called(1, new=1)
 
 
 @pytest.mark.parametrize("how", ["copies", "fills", "reads", "input", "held", "overlap"])
@@ -217,28 +222,36 @@ def test_results_of_a_played_call_share_no_memory(sums):
             call(ints(1, 2))
 
 
-def test_a_call_whose_kernel_was_not_compiled_is_recorded_the_next_time(sums, monkeypatch):
+def test_a_call_whose_kernel_was_not_compiled_is_recorded_the_next_time(sums):
     call, calls = counted(chain(sums))
-    a, b = ints(1, 2, 3), ints(4, 5, 6)
-    call(a, b, 5)
+    call(A, B, 5)
     replay.launch._made.clear()
     for _ in range(4):
         launches.reset()
-        assert call(a, b, 5)[0].tolist() == [11, 13, 15]
+        assert call(A, B, 5)[0].tolist() == [11, 13, 15]
         assert launches.counts() == {"_sum_kernel": 4}
     assert len(calls) == 3
 
 
-def test_without_room_for_a_workspace_the_launcher_is_called(sums):
-    call, calls = counted(chain(sums))
-    a, b = ints(1, 2, 3), ints(4, 5, 6)
-    for _ in range(3):
-        call(a, b, 5)
-    assert len(calls) == 2
-    full = mock.patch.object(replay.Record, "play", side_effect=torch.OutOfMemoryError)
-    with full:
-        assert call(a, b, 5)[0].tolist() == [11, 13, 15]
+def test_without_room_for_a_workspace_the_launcher_is_called(played):
+    call, calls = played
+    with mock.patch.object(replay.Record, "play", side_effect=torch.OutOfMemoryError):
+        assert call(A, B, 5)[0].tolist() == [11, 13, 15]
     assert len(calls) == 3
+
+
+def test_nothing_is_played_while_keys_are_on_their_way(played):
+    call, calls = played
+    with selection_waits(lambda: None):
+        call(A, B, 5)
+    assert len(calls) == 3
+
+
+def test_tritons_launch_hooks_see_what_is_played(sums, played, monkeypatch):
+    monkeypatch.setattr(replay.launch, "hooked", lambda: True)
+    for _ in range(3):
+        assert played[0](A, B, 5)[0].tolist() == [11, 13, 15]
+    assert sums.kernel.hooked == 4 * 3
 
 
 def test_zeros_between_launches_and_parts_that_are_zero(sums):
@@ -262,12 +275,6 @@ def test_zeros_between_launches_and_parts_that_are_zero(sums):
 
 
 def test_memory_is_used_again_within_a_call(sums, monkeypatch):
-    rooms = []
-
-    def room(size, **how):
-        rooms.append(size)
-        return empty(size, **how)
-
     def launcher(a):
         x = a
         for _ in range(6):
@@ -278,14 +285,11 @@ def test_memory_is_used_again_within_a_call(sums, monkeypatch):
 
     call, _ = counted(launcher)
     a = torch.ones(1024, dtype=I32)
-    for _ in range(2):
+    for _ in range(3):
         call(a)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", room)
-    for _ in range(2):  # the change made it forget
-        call(a)
-    rooms.clear()
-    assert call(a).tolist() == [64] * 1024
+    with mock.patch.object(torch, "empty", side_effect=torch.empty) as empty:
+        assert call(a).tolist() == [64] * 1024
+    rooms = [call.args[0] for call in empty.call_args_list]
     assert rooms == [2 * a.numel() * 4]
     monkeypatch.setattr(replay, "LARGEST", rooms[0] - 1)
     call, calls = counted(launcher)
@@ -294,50 +298,25 @@ def test_memory_is_used_again_within_a_call(sums, monkeypatch):
     assert len(calls) == 4
 
 
-def test_nothing_is_played_while_keys_are_on_their_way(sums):
-    call, calls = counted(chain(sums))
-    a, b = ints(1, 2, 3), ints(4, 5, 6)
-    for _ in range(3):
-        call(a, b, 5)
-    with selection_waits(lambda: None):
-        call(a, b, 5)
-    assert len(calls) == 3
-
-
-def test_tritons_launch_hooks_see_what_is_played(sums, monkeypatch):
-    call, calls = counted(chain(sums))
-    a, b = ints(1, 2, 3), ints(4, 5, 6)
-    for _ in range(3):
-        call(a, b, 5)
-    monkeypatch.setattr(replay.launch, "hooked", lambda: True)
-    for _ in range(3):
-        assert call(a, b, 5)[0].tolist() == [11, 13, 15]
-    assert sums.kernel.hooked == 4 * 3
-
-
 def test_a_call_that_fails_is_not_played(sums):
-    def launcher(a):
-        raise ValueError("no")
-
-    call, calls = counted(launcher)
+    fails = mock.Mock(side_effect=ValueError("no"))
+    call, _ = counted(fails)
     for _ in range(3):
         with pytest.raises(ValueError, match="no"):
             call(ints(1))
-    assert len(calls) == 3
+    assert fails.call_count == 3
 
 
 def test_memory_that_comes_again_finds_its_launches_ready(sums, monkeypatch):
     """And other memory is not taken for it."""
     call, _ = counted(chain(sums))
-    made = []
-    ready = replay.launch.ready
-    monkeypatch.setattr(replay.launch, "ready", lambda *a: made.append(1) or ready(*a))
+    ready = mock.Mock(side_effect=replay.launch.ready)
+    monkeypatch.setattr(replay.launch, "ready", ready)
     monkeypatch.setattr(replay, "MOST_READY", 3)
     monkeypatch.setattr(replay, "_ready", [])
     rooms = [torch.empty(4096, dtype=torch.uint8) for _ in range(2)]
     results = [torch.empty(3, dtype=I32) for _ in range(2)]
-    inputs = [(ints(1, 2, 3), ints(4, 5, 6)), (ints(7, 8, 9), ints(1, 1, 1))]
-    want = [[x + y + 6 for x, y in zip(a.tolist(), b.tolist(), strict=True)] for a, b in inputs]
+    inputs = [(A, B), (ints(7, 8, 9), ints(1, 1, 1))]
     for _ in range(3):
         call(*inputs[0], 5)
     for n in (0, 0, 0, 1, 1, 1, 0, 1):
@@ -347,8 +326,8 @@ def test_memory_that_comes_again_finds_its_launches_ready(sums, monkeypatch):
             mock.patch.object(torch, "empty_strided", lambda *a, left=left, **k: left.pop()),
         ):
             out, _ = call(*inputs[n], 5)
-        assert out.tolist() == want[n]
-    assert made
+        assert out.tolist() == (inputs[n][0] + inputs[n][1] + 6).tolist()
+    assert ready.called
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -368,9 +347,8 @@ def test_records_of_real_calls_name_the_memory_that_the_calls_used(arch):
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
-def prefill(S, *, HQ=16, G=1, D=128, dtype=torch.bfloat16, packed=False):
-    make = lambda n, *tail, seed: randn(*([] if packed else [1]), n, *tail, seed=seed, dtype=dtype,
-                                        device="cuda")  # fmt: skip
+def prefill(S, HQ, G, D, dtype):
+    make = lambda n, *tail, seed: randn(1, n, *tail, seed=seed, dtype=dtype, device="cuda")
     n_cmp = max((S - 32) // 16 + 1, 1)
     tensors = [make(S, HQ, D, seed=1)]
     tensors += [make(n, G, D, seed=s) for s, n in enumerate((n_cmp, n_cmp, S, S, S, S), 2)]
@@ -388,8 +366,7 @@ def test_prefill_is_played_as_it_is_launched(S, heads, D, dtype, fixed, cuda, mo
     launchers in deterministic mode."""
     from nsa.kernels.prefill import nsa_prefill_triton
 
-    played = []
-    play = replay.Record.play
+    play, played = replay.Record.play, []
     monkeypatch.setattr(replay.Record, "play", lambda *a: (played.append(1), play(*a))[1])
     sizes = dict(l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512)
 
@@ -401,7 +378,7 @@ def test_prefill_is_played_as_it_is_launched(S, heads, D, dtype, fixed, cuda, mo
                 return [out, *aux.values()]
             return [out, *aux.values(), *torch.autograd.grad(out, tensors, out.detach())]
 
-    base = prefill(S, HQ=heads[0], G=heads[1], D=D, dtype=dtype)
+    base = prefill(S, *heads, D, dtype)
     with deterministic() if fixed else contextlib.nullcontext():
         for grad in (False, True):
             for n in (1, 2, 3, 4):
