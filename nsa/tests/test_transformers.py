@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from inspect import signature
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from nsa import nsa_attention  # noqa: E402
 from nsa.compress import mean_pool  # noqa: E402
 from nsa.integrations import transformers as integration  # noqa: E402
+from nsa.tests.helpers import assert_raises  # noqa: E402
 
 SIZES = {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "window": 6, "backend": "reference"}
 # The cache's name in forward(), by release: the other one is, or becomes, an error.
@@ -55,47 +57,44 @@ def test_all_blocks_selected_is_dense_attention(kind):
     assert (short(ids).logits - dense(ids).logits).abs().max() > 1e-3
 
 
-def test_the_function_is_nsa_attention():
-    model = make()
+def heads(*sizes: int, n: int = 12) -> list[torch.Tensor]:
+    """Random [2, h, n, 8] for each of `sizes`."""
     gen = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(2, h, 40, 8, generator=gen, dtype=torch.float64) for h in (4, 2, 2))
-    layer = model.model.layers[0].self_attn
+    return [torch.randn(2, h, n, 8, generator=gen, dtype=torch.float64) for h in sizes]
+
+
+@pytest.fixture
+def spied(monkeypatch):
+    """What nsa_attention is called with."""
+    spy = mock.Mock(side_effect=nsa_attention)
+    monkeypatch.setattr(integration, "nsa_attention", spy)
+    return spy.call_args_list
+
+
+def test_the_function_is_nsa_attention():
+    layer, (q, k, v) = make().model.layers[0].self_attn, heads(4, 2, 2, n=40)
     got, _ = integration.nsa_attention_forward(layer, q, k, v, None, scaling=0.3)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     sizes = {n: s for n, s in SIZES.items() if n != "backend"}
-    want = nsa_attention(
-        q, mean_pool(k, 8, 4), mean_pool(v, 8, 4), k, v, k, v,
-        torch.full((2, 40, 4, 3), 1 / 3, dtype=torch.float64), softmax_scale=0.3, **sizes,
-    )  # fmt: skip
+    gates = torch.full((2, 40, 4, 3), 1 / 3, dtype=torch.float64)
+    cmp = mean_pool(k, 8, 4), mean_pool(v, 8, 4)
+    want = nsa_attention(q, *cmp, k, v, k, v, gates, softmax_scale=0.3, **sizes)
     torch.testing.assert_close(got, want)
 
 
-def test_padding_changes_nothing():
-    model = make()
-    one, two = tokens(1, 30, seed=5), tokens(1, 17, seed=6)
-    pad = torch.zeros(1, 13, dtype=torch.long)
-    alone = [model(x).logits for x in (one, two)]
-    for left in (True, False):
-        ids = torch.cat([one, torch.cat([pad, two] if left else [two, pad], 1)])
-        got = model(ids, attention_mask=(ids != 0).long()).logits
-        torch.testing.assert_close(got[:1], alone[0])
-        torch.testing.assert_close(got[1:, 13:] if left else got[1:, :17], alone[1])
-
-
-def test_padding_runs_as_one_pack(monkeypatch):
-    """One call of NSA for each layer, whatever the number of sequences and their lengths."""
-    model, seen = make(), []
-
-    def spy(q, *tensors, **kwargs):
-        seen.append((list(q.shape), kwargs["cu_seqlens"].tolist()))
-        return nsa_attention(q, *tensors, **kwargs)
-
-    monkeypatch.setattr(integration, "nsa_attention", spy)
-    ids = tokens(4, 30)
+def test_padding_changes_nothing(spied):
+    """One call of NSA for each layer, whatever the number of sequences and their lengths; one of
+    padding alone is in nobody's way."""
+    model, ids = make(), tokens(5, 30)
     mask = torch.ones_like(ids)
-    mask[0, 25:], mask[1, :11], mask[3] = 0, 0, 0
-    model(ids, attention_mask=mask)
-    assert seen == 2 * [([74, 4, 8], [0, 25, 44, 74])]
+    mask[0, 25:], mask[1, :11], mask[4] = 0, 0, 0
+    got = model(ids, attention_mask=mask).logits
+    assert [(list(c.args[0].shape), c.kwargs["cu_seqlens"].tolist()) for c in spied] == 2 * [
+        ([104, 4, 8], [0, 25, 44, 74, 104])
+    ]
+    assert got.isfinite().all()
+    for row, there, one in zip(got[:4], mask.bool(), ids, strict=False):
+        torch.testing.assert_close(row[there], model(one[None, there]).logits[0])
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cache", "no-cache"])
@@ -140,28 +139,11 @@ def test_cu_seq_lens_are_a_pack():
     """As flash-attn's integration takes them, and without a look at positions."""
     model, ids = make(), tokens(1, 40)
     ends = torch.tensor([0, 15, 40], dtype=torch.int64)
-    got = model(
-        ids, position_ids=torch.cat([torch.arange(15), torch.arange(25)])[None], use_cache=False,
-        cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=25, max_length_k=25,
-    ).logits  # fmt: skip
+    positions = torch.cat([torch.arange(15), torch.arange(25)])[None]
+    of = {f"{name}_{x}": y for name, y in (("cu_seq_lens", ends), ("max_length", 25)) for x in "qk"}
+    got = model(ids, position_ids=positions, use_cache=False, **of).logits
     want = [model(part).logits for part in ids.split((15, 25), 1)]
     torch.testing.assert_close(got, torch.cat(want, 1))
-
-
-def test_a_sequence_of_padding_alone_is_in_nobodys_way():
-    model, ids = make(), tokens(2, 20)
-    mask = torch.ones_like(ids)
-    mask[1] = 0
-    got = model(ids, attention_mask=mask).logits
-    torch.testing.assert_close(got[:1], model(ids[:1]).logits)
-    assert got.isfinite().all()
-
-
-def test_a_mask_is_that_of_the_keys():
-    longer = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])
-    assert integration.nsa_mask(1, 4, 4, attention_mask=longer[:1]) is None
-    got = integration.nsa_mask(2, 4, 4, attention_mask=longer)
-    assert torch.equal(got, longer[:, 2:])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
@@ -225,13 +207,14 @@ def test_missing_parameters_are_named(tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+              image_size=32, patch_size=8)  # fmt: skip
+
+
 def llava(implementation: str | dict) -> torch.nn.Module:
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        image_size=32, patch_size=8,
-    )  # fmt: skip
     config = transformers.LlavaConfig(
-        vision_config=vision, text_config=make().config.to_dict() | {"attn_implementation": None},
+        vision_config=transformers.CLIPVisionConfig(**VISION),
+        text_config=make().config.to_dict() | {"attn_implementation": None},
         image_token_index=60, image_seq_length=16, vision_feature_layer=-1,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -265,141 +248,130 @@ def test_of_a_multimodal_model_the_language_is_served(tmp_path):
         assert torch.equal(again(input_ids=ids, pixel_values=image).logits, want)
 
 
-def tower(name: str, **more) -> torch.nn.Module:
-    config = getattr(transformers, f"{name}Config")(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        image_size=32, patch_size=8, **more,
-    )  # fmt: skip
-    return getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="nsa")
-
-
 @pytest.mark.parametrize("name", ["SiglipVision", "CLIPVision"])
 def test_vision_towers_are_refused(name):
-    model = tower(name)
-    with pytest.raises(NotImplementedError, match=r"which (Siglip|CLIP)Attention is not"):
-        model(torch.randn(1, 3, 32, 32))
-    with pytest.raises(ValueError, match="causal self-attention layers"):
-        integration.add_nsa_parameters(model)
+    config = getattr(transformers, f"{name}Config")(**VISION)
+    model = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="nsa")
+    assert_raises(
+        (NotImplementedError, r"which (Siglip|CLIP)Attention is not",
+         lambda: model(torch.randn(1, 3, 32, 32))),
+        (ValueError, "causal self-attention layers", lambda: integration.add_nsa_parameters(model)),
+    )  # fmt: skip
 
 
 def test_encoders_and_cross_attention_are_refused():
+    sides = {f"{side}_{n}": x for side in ("encoder", "decoder")
+             for n, x in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 32))}  # fmt: skip
     config = transformers.WhisperConfig(
-        vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8,
-        max_source_positions=20, max_target_positions=40, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, decoder_start_token_id=1,
+        vocab_size=100, d_model=32, **sides, num_mel_bins=8, max_source_positions=20,
+        max_target_positions=40, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1,
     )  # fmt: skip
     model = transformers.WhisperForConditionalGeneration._from_config(
         config, attn_implementation="nsa"
     ).eval()
-    sound, ids = torch.randn(1, 8, 40), tokens(1, 20)
-    with pytest.raises(NotImplementedError, match="which WhisperAttention is not"):
-        model.model.encoder(sound)
-    with pytest.raises(NotImplementedError, match="which WhisperAttention is not"):
-        model.model.decoder(input_ids=ids, encoder_hidden_states=torch.randn(1, 20, 32))
+    states = dict(input_ids=tokens(1, 20), encoder_hidden_states=torch.randn(1, 20, 32))
     integration.add_nsa_parameters(model)
     assert [n for n, m in model.named_modules() if hasattr(m, "phi_k")] == [
         f"model.decoder.layers.{i}.self_attn.nsa" for i in (0, 1)
     ]
-    layer, (q, k) = make().model.layers[0].self_attn, (torch.zeros(1, h, 12, 8) for h in (4, 2))
-    for keys, more in ((k, {"is_causal": False}), (k[:, :, :5], {})):
-        with pytest.raises(NotImplementedError, match="which LlamaAttention is not"):
-            integration.nsa_attention_forward(layer, q, keys, keys, None, **more)
+    layer, cross = (make().model.layers[0].self_attn for _ in range(2))
+    cross.is_cross_attention, (q, k) = True, heads(4, 2)
+    forward = integration.nsa_attention_forward
     # Some models say so of one query, which a kernel need not mask.
-    integration.nsa_attention_forward(layer, q[:, :, :1], k, k, None, is_causal=False)
-    layer.is_cross_attention = True
-    with pytest.raises(NotImplementedError, match="which LlamaAttention is not"):
-        integration.nsa_attention_forward(layer, q, k, k, None)
+    forward(layer, q[:, :, :1], k, k, None, is_causal=False)
+    whisper, llama = (f"which {name}Attention is not" for name in ("Whisper", "Llama"))
+    assert_raises(*((NotImplementedError, words, call) for words, call in (
+        (whisper, lambda: model.model.encoder(torch.randn(1, 8, 40))),
+        (whisper, lambda: model.model.decoder(**states)),
+        (llama, lambda: forward(layer, q, k, k, None, is_causal=False)),
+        (llama, lambda: forward(layer, q, k[:, :, :5], k[:, :, :5], None)),
+        (llama, lambda: forward(cross, q, k, k, None)),
+    )))  # fmt: skip
 
 
 def test_masks_that_are_not_causal_are_refused():
     """Whatever a mask function is called: it is asked what it shows."""
     from transformers import masking_utils as masks
 
+    longer = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])  # of the keys
+    assert integration.nsa_mask(1, 4, 4, attention_mask=longer[:1]) is None
+    assert torch.equal(integration.nsa_mask(2, 4, 4, attention_mask=longer), longer[:, 2:])
     sequence = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     packed = masks.and_masks(
         masks.causal_mask_function, masks.packed_sequence_mask_function(sequence)
     )
     ask = lambda f, **more: integration.nsa_mask(1, 8, 8, mask_function=f, **more)
     assert ask(packed).tolist() == [[1, 1, 1, 2, 2, 2, 2, 2]]
-    block = masks.or_masks(packed, lambda b, h, q, k: (q < 2) & (k < 2))
-    for other in (
-        block, masks.bidirectional_mask_function, masks.sliding_window_causal_mask_function(3),
+    for other, more in (
+        (masks.or_masks(packed, lambda b, h, q, k: (q < 2) & (k < 2)), {}),
+        (masks.bidirectional_mask_function, {}),
+        (masks.sliding_window_causal_mask_function(3), {}), (packed, {"use_vmap": True}),
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match="causal attention of whole sequences only"):
-            ask(other)
-    with pytest.raises(NotImplementedError, match="causal attention of whole sequences only"):
-        ask(packed, use_vmap=True)
+            ask(other, **more)
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cache", "no-cache"])
 @pytest.mark.parametrize("phi", [None, "mlp", "mean"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_mixed_precision(kind, phi, cached, monkeypatch):
+def test_mixed_precision(kind, phi, cached, spied):
     """Weights in fp32 under bf16 autocast: attention gets bf16 alone, and nothing else changes."""
     model = make(kind, nsa={**SIZES, "n_sel": 16}).float().train()
     if phi:
         integration.add_nsa_parameters(model, phi)
-    seen = set()
-
-    def spy(*tensors, **kwargs):
-        seen.update(x.dtype for x in tensors)
-        return nsa_attention(*tensors, **kwargs)
-
-    monkeypatch.setattr(integration, "nsa_attention", spy)
+    dtypes = lambda: {x.dtype for call in spied for x in call.args}
     ids = tokens(2, 21)
     want = model(ids, use_cache=cached).logits
-    assert seen == {torch.float32}
-    seen.clear()
+    assert dtypes() == {torch.float32}
+    spied.clear()
     with torch.autocast("cpu", torch.bfloat16):
         out = model(ids, labels=ids, use_cache=cached)
-        generated = model.eval().generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False,
-            use_cache=cached,
-        )  # fmt: skip
-    assert seen == {torch.bfloat16} and generated.shape == (2, 24)
+        generated = generate(model.eval(), ids, use_cache=cached)
+    assert dtypes() == {torch.bfloat16} and generated.shape == (2, 24)
     torch.testing.assert_close(out.logits.float(), want, rtol=0, atol=0.02)
     out.loss.backward()
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
 
 
+def generate(model, ids, **how) -> torch.Tensor:
+    ones = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=ones, max_new_tokens=3, do_sample=False, **how)
+
+
 def test_what_nsa_lacks_is_refused():
-    ids = tokens(1, 12)
-    with pytest.raises(NotImplementedError, match="dropout=0.1"):
-        make(attention_dropout=0.1).train()(ids)
-    with pytest.raises(NotImplementedError, match="dynamic cache only"):
-        make().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3,
-                        do_sample=False, cache_implementation="static")  # fmt: skip
-    with pytest.raises(NotImplementedError, match="inside sequence 0"):
-        hole = torch.ones_like(ids)
-        hole[0, 4] = 0
-        make()(ids, attention_mask=hole)
-    layer, (q, k) = make().model.layers[0].self_attn, (torch.zeros(1, h, 12, 8) for h in (4, 2))
-    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
-        with pytest.raises(NotImplementedError, match=f"does not take {name}, got 3"):
-            integration.nsa_attention_forward(layer, q, k, k, None, **{name: 3})
-    with pytest.raises(NotImplementedError, match=r"got attention_mask \[1, 1, 12, 12\]"):
-        integration.nsa_attention_forward(layer, q, k, k, torch.ones(1, 1, 12, 12))
-    with pytest.raises(ValueError, match="got 'blocks'"):
-        make(nsa={"blocks": 3})(ids)
-    model = make()
+    ids, hole, model, (q, k) = tokens(1, 12), torch.ones(1, 12), make(), heads(4, 2)
+    hole[0, 4] = 0
     integration.add_nsa_parameters(model)
-    with pytest.raises(ValueError, match="it has"):
-        integration.add_nsa_parameters(model)
-    with pytest.raises(ValueError, match="q_proj and k_proj"):
-        integration.add_nsa_parameters(torch.nn.Linear(2, 2))
+    forward = integration.nsa_attention_forward
+    call = lambda mask=None, **how: (
+        lambda: forward(make().model.layers[0].self_attn, q, k, k, mask, **how)
+    )
+    add = lambda module: lambda: integration.add_nsa_parameters(module)
+    assert_raises(
+        (NotImplementedError, "dropout=0.1", lambda: make(attention_dropout=0.1).train()(ids)),
+        (NotImplementedError, "dynamic cache only",
+         lambda: generate(make(), ids, cache_implementation="static")),
+        (NotImplementedError, "inside sequence 0", lambda: make()(ids, attention_mask=hole)),
+        *((NotImplementedError, f"does not take {name}, got 3", call(**{name: 3}))
+          for name in ("sliding_window", "softcap", "s_aux", "position_bias")),
+        (NotImplementedError, r"got attention_mask \[1, 1, 12, 12\]",
+         call(torch.ones(1, 1, 12, 12))),
+        (ValueError, "got 'blocks'", lambda: make(nsa={"blocks": 3})(ids)),
+        (ValueError, "it has", add(model)),
+        (ValueError, "q_proj and k_proj", add(torch.nn.Linear(2, 2))),
+    )  # fmt: skip
 
 
 def test_gates_that_nobody_took_are_in_nobodys_way():
     """Another attention function takes none; one that fails leaves them behind."""
-    model = make()
+    model, ids = make(), tokens(1, 20)
     parts = [part.double() for part in integration.add_nsa_parameters(model)]
-    model(torch.randint(61, (1, 20)))
-    assert [part.gates for part in parts] == [None, None]  # taken, and not kept in memory
-    model.set_attn_implementation("sdpa")
-    model(torch.randint(61, (1, 20)))
-    assert [part.gates for part in parts] == [None, None]
+    for implementation in ("nsa", "sdpa"):
+        model.set_attn_implementation(implementation)
+        model(ids)
+        assert [part.gates for part in parts] == [None, None]  # taken, and not kept in memory
     for part in parts:
-        part.gates = part.gate(torch.randn(1, 2, 32, dtype=part.gate.inner.weight.dtype))
+        part.gates = part.gate(torch.randn(1, 2, 32, dtype=torch.float64))
     again = [m for m in copy.deepcopy(model).modules() if isinstance(m, type(parts[0]))]
     assert [part.gates for part in again] == [None, None]
