@@ -6,6 +6,7 @@ cu_seqlens) in plain PyTorch, so folding, trimming and packing are compared with
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ from nsa.blocks import num_compressed
 from nsa.flags import Flags
 from nsa.kernels import fa2, fa2_wheels
 from nsa.tests import test_unseen_values as unseen
-from nsa.tests.helpers import grads, make_qkv, randn
+from nsa.tests.helpers import assert_raises, grads, make_qkv, randn
+from nsa.tests.test_sdpa import COMPRESSED, SLIDING
 from scripts.fuzz.cases import LAYOUTS, laid_out
 
 
@@ -70,8 +72,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("form", ["auto", "varlen"])
 @pytest.mark.parametrize("S, q_start, l, d", [
-    (40, 0, 8, 4), (37, 0, 8, 8), (13, 17, 8, 4), (1, 30, 8, 4), (3, 28, 8, 4), (9, 2, 8, 2),
-    (7, 0, 8, 4), (8, 0, 8, 4), (30, 6, 6, 3), (20, 0, 4, 1), (2, 10, 8, 4),
+    *COMPRESSED, (3, 28, 8, 4), (9, 2, 8, 2), (8, 0, 8, 4), (30, 6, 6, 3), (2, 10, 8, 4),
 ])  # fmt: skip
 def test_compressed_folding_matches_the_oracle(S, q_start, l, d, form, calls):
     N = num_compressed(q_start + S, l, d) + (q_start % 2)  # sometimes a key too many
@@ -84,9 +85,7 @@ def test_compressed_folding_matches_the_oracle(S, q_start, l, d, form, calls):
 
 
 @pytest.mark.parametrize("form", ["auto", "varlen"])
-@pytest.mark.parametrize(
-    "S, q_start, w", [(20, 0, 5), (20, 0, 64), (6, 21, 7), (1, 30, 8), (1, 0, 1), (9, 3, 1)]
-)
+@pytest.mark.parametrize("S, q_start, w", SLIDING)
 def test_sliding_window_matches_the_oracle(S, q_start, w, form, calls):
     q, k, v = make_qkv(2, S, 4, 2, 8, 8, Skv=q_start + S + 2, dtype=torch.float64, seed=w)
     out = fa2.sliding_fa2(q, k, v, window=w, q_start=q_start, form=form)
@@ -98,28 +97,22 @@ PACKED = [0, 19, 19, 24, 25, 57, 65]  # an empty sequence, ones shorter than l, 
 
 
 def test_packed_sequences_equal_each_alone(calls):
-    cu = torch.tensor(PACKED, dtype=torch.int32)
-    l, d = 8, 4
-    total = sum(num_compressed(b - a, l, d) for a, b in zip(PACKED, PACKED[1:], strict=False))
+    cu, l, d = torch.tensor(PACKED, dtype=torch.int32), 8, 4
+    spans = list(zip(PACKED, PACKED[1:], strict=False))
+    counts = [num_compressed(b - a, l, d) for a, b in spans]
     q, k, v = make_qkv(1, PACKED[-1], 4, 2, 8, 8, dtype=torch.float64)
-    _, kc, vc = make_qkv(1, 1, 4, 2, 8, 8, Skv=total, dtype=torch.float64, seed=1)
-    for form in ("auto", "varlen"):
-        for longest in (None, 32):
-            kw = dict(cu_seqlens=cu, max_seqlen=longest, form=form)
-            out, lse = fa2.compressed_fa2(q[0], kc[0], vc[0], l=l, d=d, **kw)
-            win = fa2.sliding_fa2(q[0], k[0], v[0], window=6, **kw)
-            at_k = 0
-            for a, b in zip(PACKED, PACKED[1:], strict=False):
-                n = num_compressed(b - a, l, d)
-                keys = slice(at_k, at_k + n)
-                at_k += n
-                want, want_lse = oracle.compressed_attention(
-                    q[:, a:b], kc[:, keys], vc[:, keys], l=l, d=d
-                )
-                torch.testing.assert_close(out[a:b], want[0])
-                torch.testing.assert_close(lse[a:b].double(), want_lse[0])
-                want = oracle.sliding_attention(q[:, a:b], k[:, a:b], v[:, a:b], window=6)
-                torch.testing.assert_close(win[a:b], want[0])
+    _, kc, vc = make_qkv(1, 1, 4, 2, 8, 8, Skv=sum(counts), dtype=torch.float64, seed=1)
+    want = []
+    keys = zip(kc.split(counts, 1), vc.split(counts, 1), strict=True)
+    for (a, b), cmp in zip(spans, keys, strict=True):
+        win = oracle.sliding_attention(q[:, a:b], k[:, a:b], v[:, a:b], window=6)
+        want.append([*oracle.compressed_attention(q[:, a:b], *cmp, l=l, d=d), win])
+    want = [torch.cat(x, 1)[0] for x in zip(*want, strict=True)]
+    for form, longest in itertools.product(("auto", "varlen"), (None, 32)):
+        kw = dict(cu_seqlens=cu, max_seqlen=longest, form=form)
+        out, lse = fa2.compressed_fa2(q[0], kc[0], vc[0], l=l, d=d, **kw)
+        win = fa2.sliding_fa2(q[0], k[0], v[0], window=6, **kw)
+        torch.testing.assert_close([out, lse.double(), win], want)
     assert [c[0] for c in calls] == ["varlen"] * 8
 
 
@@ -135,26 +128,19 @@ def test_packed_sequences_too_short_for_any_key(calls):
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_match_the_reference(packed, calls):
     S, l, d = 27, 8, 4
-    N = num_compressed(S, l, d)
-    cmp = make_qkv(1, S, 4, 2, 8, 8, Skv=N, dtype=torch.float64, seed=3)
-    win = make_qkv(1, S, 4, 2, 8, 8, dtype=torch.float64, seed=4)
     grad_out = randn(1, S, 4, 8, seed=5, dtype=torch.float64)
-    cu = torch.tensor([0, S], dtype=torch.int32) if packed else None
-
-    def flat(run, **kw):
-        if not packed:
-            return lambda *x: run(*x, **kw)
-        return lambda *x: run(*(t[0] for t in x), cu_seqlens=cu, **kw)[None]
-
-    first = lambda *x, **kw: fa2.compressed_fa2(*x, **kw)[0]
-    pairs = (
-        (flat(first, l=l, d=d), lambda *x: reference.compressed_attention(*x, l=l, d=d)[0], cmp),
-        (flat(fa2.sliding_fa2, window=6),
-         lambda *x: reference.sliding_attention(*x, window=6), win),
-    )  # fmt: skip
-    for run, plain, inputs in pairs:
-        got, want = grads(run, inputs, grad_out), grads(plain, inputs, grad_out)
-        torch.testing.assert_close(list(got), list(want))
+    cu = torch.tensor([0, S], dtype=torch.int32)
+    flat = lambda run: lambda *x: run(*(t[0] for t in x), cu_seqlens=cu)[None]
+    cmp = dict(l=l, d=d)
+    for run, plain, n in (
+        (lambda *x, **kw: fa2.compressed_fa2(*x, **cmp, **kw)[0],
+         lambda *x: reference.compressed_attention(*x, **cmp)[0], num_compressed(S, l, d)),
+        (lambda *x, **kw: fa2.sliding_fa2(*x, window=6, **kw),
+         lambda *x: reference.sliding_attention(*x, window=6), S),
+    ):  # fmt: skip
+        inputs = make_qkv(1, S, 4, 2, 8, 8, Skv=n, dtype=torch.float64, seed=3)
+        got = grads(flat(run) if packed else run, inputs, grad_out)
+        torch.testing.assert_close(got, grads(plain, inputs, grad_out))
 
 
 RUNS = {
@@ -219,19 +205,27 @@ def test_the_rungs_follow_the_force_flags(flags, forms, calls):
 USABLE = fa2.Probe("torch", "2", None, None, "")
 
 
-def test_a_call_gets_one_head_dimension_a_multiple_of_eight(monkeypatch):
-    seen = []
+@pytest.fixture
+def operator(monkeypatch):
+    """What reaches the operator, which computes in fp32 as FA-2 would."""
+    given = []
 
-    def operator(q, k, v, scale, causal, left, cu_q, cu_k, max_q, max_k):
-        seen.append((q.shape[-1], k.shape[-1], v.shape[-1], max_q, max_k))
-        parts = [_one(*x, scale, causal, left) for x in zip(q, k, v, strict=True)]
+    def called(*args):
+        given.append(args)
+        parts = [_one(*(t.float() for t in one), *args[3:6]) for one in zip(*args[:3], strict=True)]
         return torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
 
     monkeypatch.setattr(fa2, "_require", lambda *_: USABLE)
-    monkeypatch.setattr(fa2, "_torch_call", operator)
+    monkeypatch.setattr(fa2, "_torch_call", called)
+    return given
+
+
+def test_a_call_gets_one_head_dimension_a_multiple_of_eight(operator, monkeypatch):
     q, k, v = make_qkv(2, 9, 4, 2, 12, 6)
     out, lse = fa2._call(q, k, v, scale=0.3, causal=True)
-    assert seen == [(16, 16, 16, 9, 9)] and lse.shape == (2, 9, 4)
+    (args,) = operator
+    assert [x.shape[-1] for x in args[:3]] == [16] * 3 and args[-2:] == (9, 9)
+    assert lse.shape == (2, 9, 4)
     want = oracle.sliding_attention(q, k, v, window=9, softmax_scale=0.3)
     torch.testing.assert_close(out, want.float())
     monkeypatch.setattr(fa2, "_GRID", 3)
@@ -240,25 +234,15 @@ def test_a_call_gets_one_head_dimension_a_multiple_of_eight(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_call_gets_what_loads_of_16_bytes_may_read(layout, monkeypatch):
+def test_a_call_gets_what_loads_of_16_bytes_may_read(layout, operator):
     """FA-2 asks for the last stride alone, and an address that is not aligned ends the context."""
     x = [laid_out(t, layout) for t in make_qkv(2, 9, 4, 2, 16, dtype=torch.float16)]
-    given = []
-
-    def operator(*args):
-        given.extend(args[:3])
-        parts = [_one(*(t.float() for t in one), *args[3:6]) for one in zip(*args[:3], strict=True)]
-        return torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
-
-    monkeypatch.setattr(fa2, "_require", lambda *_: USABLE)
-    monkeypatch.setattr(fa2, "_torch_call", operator)
     fa2._call(*x, scale=0.25, causal=True)
-    base = [t.untyped_storage().data_ptr() for t in given]
-    for t, was, at in zip(given, x, base, strict=True):
+    for t, was in zip(operator[0], x, strict=False):
         assert torch.equal(t, was) and t.stride(-1) == 1
-        assert (t.data_ptr() - at) % 16 == 0 and all(n * 2 % 16 == 0 for n in t.stride()[:-1])
-    if layout in ("plain", "heads first", "sliced"):
-        assert all(t.data_ptr() == was.data_ptr() for t, was in zip(given, x, strict=True))
+        assert (t.data_ptr() - t.untyped_storage().data_ptr()) % 16 == 0
+        assert all(n * 2 % 16 == 0 for n in t.stride()[:-1])
+        assert t.data_ptr() == was.data_ptr() or layout not in ("plain", "heads first", "sliced")
 
 
 def test_only_a_dense_causal_call_leaves_its_right_side_open():
@@ -292,33 +276,27 @@ def test_large_heads_have_no_backward_on_small_cards(sm, dims, grad, refused, mo
 # ---- refusals and the probe ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh_probe():
-    fa2.probe.cache_clear()
-    yield
-    fa2.probe.cache_clear()
-
-
 def test_cpu_tensors_and_wrong_forms_are_refused():
-    q, k, v = make_qkv(1, 16, 4, 2, 8, dtype=torch.float16)
-    with pytest.raises(NotImplementedError, match="CUDA tensors, got q on cpu"):
-        fa2.sliding_fa2(q, k, v, window=4)
-    with pytest.raises(NotImplementedError, match="CUDA tensors, got q on cpu"):
-        fa2.compressed_fa2(q, k, v, l=4, d=2)
-    with pytest.raises(ValueError, match="form must be one of auto, varlen, dense, got 'flat'"):
-        fa2.sliding_fa2(q, k, v, window=4, form="flat")
-    cu = torch.tensor([0, 16], dtype=torch.int32)
-    with pytest.raises(ValueError, match="with cu_seqlens, got 'dense'"):
-        fa2.compressed_fa2(q[0], k[0], v[0], l=4, d=2, cu_seqlens=cu, form="dense")
+    x = make_qkv(1, 16, 4, 2, 8, dtype=torch.float16)
+    cu, flat = torch.tensor([0, 16], dtype=torch.int32), [t[0] for t in x]
+    win = lambda **how: lambda: fa2.sliding_fa2(*x, window=4, **how)
+    cmp = lambda x=x, **how: lambda: fa2.compressed_fa2(*x, l=4, d=2, **how)
+    assert_raises(
+        *((NotImplementedError, "CUDA tensors, got q on cpu", call) for call in (win(), cmp())),
+        (ValueError, "form must be one of auto, varlen, dense, got 'flat'", win(form="flat")),
+        (ValueError, "with cu_seqlens, got 'dense'", cmp(flat, cu_seqlens=cu, form="dense")),
+    )
 
 
-def test_without_cuda_the_probe_says_so(fresh_probe, monkeypatch):
+def test_without_cuda_the_probe_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(fa2.importlib.util, "find_spec", lambda name: None)
+    fa2.probe.cache_clear()
     found = fa2.probe()
     assert found.source is None and found.why_not.startswith("no CUDA device")
     assert found.package_reason == "not installed: No module named 'flash_attn'"
     assert fa2.probe() is found
+    fa2.probe.cache_clear()
 
 
 @pytest.mark.parametrize("returncode, text, kind", [

@@ -22,6 +22,12 @@ from nsa.tests.helpers import (
 )
 
 F64 = torch.float64
+# Queries, the first one's position, and sizes; those of FlashAttention-2 take them too.
+SLIDING = [(23, 0, 5), (23, 0, 64), (6, 19, 7), (1, 30, 8), (1, 0, 1), (9, 3, 1)]
+COMPRESSED = [
+    (40, 0, 8, 4), (37, 0, 8, 8), (13, 17, 8, 4), (1, 30, 8, 4), (7, 0, 8, 4), (5, 5, 8, 4),
+    (9, 0, 4, 1),
+]  # fmt: skip
 
 
 @pytest.fixture(params=["whole", "chunked"])
@@ -34,25 +40,34 @@ def chunks(request, monkeypatch):
     return request.param
 
 
-def gradients_match(run, plain, inputs, S, HQ, Dv):
-    grad_out = randn(inputs[0].shape[0], S, HQ, Dv, seed=99, dtype=F64)
-    for name, a, b in zip(
-        "qkv", grads(run, inputs, grad_out), grads(plain, inputs, grad_out), strict=True
-    ):
+def matches(run, plain, truth, inputs):
+    """run() is the oracle's truth, and its gradients are those of plain(); lse goes in through exp,
+    so that rows without keys have a finite gradient."""
+
+    def one(run):
+        def mixed(*x):
+            out = run(*x)
+            return out if isinstance(out, torch.Tensor) else out[0] * (1 + out[1].exp()[..., None])
+
+        return mixed
+
+    out = run(*inputs)
+    torch.testing.assert_close(out, truth(*inputs))
+    grad_out = randn(*(out if isinstance(out, torch.Tensor) else out[0]).shape, seed=99, dtype=F64)
+    both = (grads(one(f), inputs, grad_out) for f in (run, plain))
+    for name, a, b in zip("qkv", *both, strict=True):
         torch.testing.assert_close(a, b, msg=lambda m, name=name: f"d{name}: {m}")
+    return out
 
 
 @pytest.mark.parametrize("kind", RANGE_KINDS + HOSTILE_RANGE_KINDS)
 def test_selection(kind, chunks):
-    q, k, v = make_qkv(2, 6, 6, 2, 8, 5, Skv=20, dtype=F64, seed=1)
+    inputs = make_qkv(2, 6, 6, 2, 8, 5, Skv=20, dtype=F64, seed=1)
     ranges = select.clean_ranges(make_ranges(kind, 2, 6, 2, 20, 9, seed=2), 20)
-    out = sdpa.selection_sdpa(q, k, v, ranges)
-    torch.testing.assert_close(out, oracle.selection_attention(q, k, v, ranges))
-    gradients_match(
-        lambda *x: sdpa.selection_sdpa(*x, ranges, softmax_scale=0.3),
-        lambda *x: reference.selection_attention(*x, ranges, softmax_scale=0.3),
-        (q, k, v), 6, 6, 5,
-    )  # fmt: skip
+    for scale in (None, 0.3):
+        of = lambda f, scale=scale: lambda *x: f(*x, ranges, softmax_scale=scale)
+        libs = sdpa.selection_sdpa, reference.selection_attention, oracle.selection_attention
+        matches(*map(of, libs), inputs)
 
 
 def test_selection_rows_of_all_lengths_share_calls():
@@ -67,14 +82,18 @@ def test_selection_rows_of_all_lengths_share_calls():
     torch.testing.assert_close(out, oracle.selection_attention(q, k, v, ranges))
 
 
-def test_no_call_has_more_rows_than_a_grid_takes(monkeypatch):
+def test_calls_are_counted_by_branch_and_have_no_more_rows_than_a_grid_takes(monkeypatch):
     monkeypatch.setattr(sdpa, "_CHUNK_ROWS", 5)
     q, k, v = make_qkv(1, 12, 4, 2, 8)
     ranges = torch.tensor([3, 9], dtype=torch.int32).expand(1, 12, 2, 1, 2)
-    with launches.recording() as launched:
-        out = sdpa.selection_sdpa(q, k, v, ranges)
-    assert launched == {"sdpa_selection": 5}  # 24 rows
-    torch.testing.assert_close(out, oracle.selection_attention(q, k, v, ranges).float())
+    for run, name, times in (
+        (lambda: sdpa.sliding_sdpa(q, k, v, window=4), "sdpa_sliding", 1),
+        (lambda: sdpa.compressed_sdpa(q, k[:, :5], v[:, :5], l=4, d=2), "sdpa_compressed", 1),
+        (lambda: sdpa.selection_sdpa(q, k, v, ranges), "sdpa_selection", 5),  # 24 rows
+    ):
+        with launches.recording() as launched:
+            run()
+        assert launched == {name: times}
 
 
 class Largest(TorchDispatchMode):
@@ -106,17 +125,6 @@ def test_positions_of_selected_keys_are_never_there_for_all_rows_at_once(grad, m
     assert made.bytes <= rows * 256
 
 
-def test_calls_are_counted_by_branch():
-    q, k, v = make_qkv(1, 12, 4, 2, 8)
-    for run, name in (
-        (lambda: sdpa.sliding_sdpa(q, k, v, window=4), "sdpa_sliding"),
-        (lambda: sdpa.compressed_sdpa(q, k[:, :5], v[:, :5], l=4, d=2), "sdpa_compressed"),
-    ):
-        with launches.recording() as launched:
-            run()
-        assert launched == {name: 1}
-
-
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_nothing_to_attend_is_connected(shape):
     q, k, v = make_qkv(*shape, 4, 2, 8, Skv=9, requires_grad=True)
@@ -131,48 +139,23 @@ def test_nothing_to_attend_is_connected(shape):
             assert grad.shape == x.shape and not grad.any()
 
 
-@pytest.mark.parametrize(
-    "S, q_start, w", [(23, 0, 5), (23, 0, 64), (6, 19, 7), (1, 30, 8), (1, 0, 1), (9, 3, 1)]
-)
+@pytest.mark.parametrize("S, q_start, w", SLIDING)
 def test_sliding(S, q_start, w, chunks):
-    q, k, v = make_qkv(2, S, 4, 2, 8, 5, Skv=q_start + S + 1, dtype=F64, seed=S)
-    kw = {"window": w, "q_start": q_start}
-    out = sdpa.sliding_sdpa(q, k, v, **kw)
-    torch.testing.assert_close(out, oracle.sliding_attention(q, k, v, **kw))
-    gradients_match(
-        lambda *x: sdpa.sliding_sdpa(*x, **kw),
-        lambda *x: reference.sliding_attention(*x, **kw), (q, k, v), S, 4, 5,
-    )  # fmt: skip
+    inputs = make_qkv(2, S, 4, 2, 8, 5, Skv=q_start + S + 1, dtype=F64, seed=S)
+    of = lambda f: lambda *x: f(*x, window=w, q_start=q_start)
+    libs = sdpa.sliding_sdpa, reference.sliding_attention, oracle.sliding_attention
+    matches(*map(of, libs), inputs)
 
 
-@pytest.mark.parametrize("S, q_start, l, d", [
-    (40, 0, 8, 4), (37, 0, 8, 8), (13, 17, 8, 4), (1, 30, 8, 4), (7, 0, 8, 4), (5, 5, 8, 4),
-    (9, 0, 4, 1),
-])  # fmt: skip
+@pytest.mark.parametrize("S, q_start, l, d", COMPRESSED)
 def test_compressed(S, q_start, l, d, chunks):
     N = num_compressed(q_start + S, l, d) + q_start % 2  # sometimes a key too many
-    q, k, v = make_qkv(2, S, 4, 2, 8, 5, Skv=N, dtype=F64, seed=S)
-    kw = {"l": l, "d": d, "q_start": q_start}
-    out, lse = sdpa.compressed_sdpa(q, k, v, **kw)
-    want, want_lse = oracle.compressed_attention(q, k, v, **kw)
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(lse, want_lse)
-    alone, none = sdpa.compressed_sdpa(q, k, v, **kw, need_lse=False)
+    inputs = make_qkv(2, S, 4, 2, 8, 5, Skv=N, dtype=F64, seed=S)
+    of = lambda f, **how: lambda *x: f(*x, l=l, d=d, q_start=q_start, **how)
+    libs = sdpa.compressed_sdpa, reference.compressed_attention, oracle.compressed_attention
+    out, _ = matches(*map(of, libs), inputs)
+    alone, none = of(sdpa.compressed_sdpa, need_lse=False)(*inputs)
     assert torch.equal(alone, out) and none is None
-
-    def both(run):
-        """lse through exp, so that rows without keys have a finite gradient."""
-
-        def mixed(*x):
-            out, lse = run(*x, **kw)
-            return out * (1 + lse.exp()[..., None])
-
-        return mixed
-
-    inputs = (q, k, v)
-    gradients_match(
-        both(sdpa.compressed_sdpa), both(reference.compressed_attention), inputs, S, 4, 5
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
