@@ -21,6 +21,7 @@ from bench import (
 )
 from bench.device import Ceilings
 from bench.timing import Contender, measure
+from nsa.tests.test_bench_decode import one_thread as one_thread
 from nsa.tests.test_bench_decode import sent
 from nsa.tests.test_timing import BUDGET, LAST, SimulatedClock, planted, said
 
@@ -44,20 +45,16 @@ def spins(q, k, v, **how):
 
 
 @pytest.fixture
-def bench(monkeypatch):
+def bench(monkeypatch, one_thread):
     """Rows of the decode bench, as the CPU profile runs it, on this SDPA."""
-    threads = torch.get_num_threads()
 
     def call(sdpa):
         functional = SimpleNamespace(scaled_dot_product_attention=sdpa)
-        _, rows = sent(
-            monkeypatch, "--S_list", "41", "--branch_force_mode", "none", "--more", "0",
-            replaced=[(decode_step, "F", functional)],
-        )  # fmt: skip
+        like = ("--S_list", "41", "--branch_force_mode", "none", "--more", "0")
+        _, rows = sent(monkeypatch, *like, replaced=[(decode_step, "F", functional)])
         return next(row for row in rows if row.get("case") == "decode/S=41")
 
-    yield call
-    torch.set_num_threads(threads)
+    return call
 
 
 @pytest.mark.parametrize("lie", [thrice, waits, spins])
@@ -166,6 +163,18 @@ DECODE = dict(
     B=1, S=8192, dim=2560, heads=64, groups=4, dk=128, dv=128, l=32, d=16, l_sel=64, n_sel=16,
     w=512, dtype="bf16", device="NVIDIA H200",
 )  # fmt: skip
+SEL = dict(
+    mode="dense", N=256, H=8, D=64, Dv=64, L=64, dist="few", streams=1, n_sel=None, dtype="bf16",
+    device="NVIDIA H200",
+)  # fmt: skip
+PEERS = {**CASE, "against": "sfnsa", "peer_commit": "fcf117c", "direction": "fwd", "S": 65536}
+# A bench of each kind, a case that was recorded, and its baseline.
+RECORDED = {
+    "prefill": (bench_prefill, CASE, "dense sdpa_cudnn gqa"),
+    "decode": (bench_decode, DECODE, "dense sdpa cudnn gqa"),
+    "decode_graph": (bench_decode, DECODE, "dense sdpa cudnn gqa graph"),
+    "sel": (bench_sel_triton, SEL, "sdpa_cudnn_gqa"), "peers": (bench_peers, PEERS, "sfnsa"),
+}  # fmt: skip
 CUDNN = "dense sdpa_cudnn gqa"
 
 
@@ -200,28 +209,8 @@ def test_a_drift_and_what_nobody_recorded_say_nothing(base_us, changed):
 @pytest.mark.parametrize("bench", recorded.KINDS)
 def test_committed_baselines_are_found_as_benches_name_their_cases(bench):
     """A column that a bench renames would silence its records."""
-    modules = {"prefill": bench_prefill, "peers": bench_peers, "sel": bench_sel_triton}
-    module = modules.get(bench, bench_decode)
-    kind = recorded.KINDS[bench]
+    kind, (module, columns, name) = recorded.KINDS[bench], RECORDED[bench]
     assert {*kind.case, kind.baseline, kind.ms} <= set(module.COLUMNS)
-    columns = {
-        "prefill": CASE,
-        "decode": DECODE,
-        "decode_graph": DECODE,
-        "sel": dict(
-            mode="dense", N=256, H=8, D=64, Dv=64, L=64, dist="few", streams=1, n_sel=None,
-            dtype="bf16", device="NVIDIA H200",
-        ),
-        "peers": {**CASE, "against": "sfnsa", "peer_commit": "fcf117c", "direction": "fwd",
-                  "S": 65536},
-    }[bench]  # fmt: skip
-    name = {
-        "prefill": CUDNN,
-        "decode": "dense sdpa cudnn gqa",
-        "decode_graph": "dense sdpa cudnn gqa graph",
-        "sel": "sdpa_cudnn_gqa",
-        "peers": "sfnsa",
-    }[bench]
     assert recorded.baseline(bench, columns, name, "cuda_event").us > 5
     if bench == "peers":  # another commit may be another program
         assert recorded.baseline(bench, columns | {"peer_commit": "x"}, name, "cuda_event") is None
@@ -229,9 +218,7 @@ def test_committed_baselines_are_found_as_benches_name_their_cases(bench):
 
 def test_what_this_library_does_itself_has_no_record():
     """The packing of another commit is another baseline of the same name."""
-    route = dict(mode="route", N=256, H=8, D=64, Dv=64, L=64, dist="few", streams=1, dtype="bf16",
-                 device="NVIDIA H200")  # fmt: skip
-    assert (*recorded.key_of("sel", route), "packing") in recorded._baselines(
-        recorded.RESULTS, "sel", "NVIDIA H200"
-    )
+    route = {**SEL, "mode": "route"}
+    every = recorded._baselines(recorded.RESULTS, "sel", "NVIDIA H200")
+    assert (*recorded.key_of("sel", route), "packing") in every
     assert recorded.baseline("sel", route, "packing", "cuda_event") is None

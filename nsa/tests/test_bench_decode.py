@@ -37,7 +37,7 @@ def make(S=41, batch=1, dtype=torch.float32, **kw):
 
 
 @pytest.fixture(autouse=True)
-def threads():
+def one_thread():
     """The command takes one thread on a CPU; other tests keep what they had."""
     before = torch.get_num_threads()
     yield

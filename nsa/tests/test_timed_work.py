@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
 from bench import proof
 from bench.clock import HostClock
-from bench.device import Ceilings
 from bench.timing import Contender, measure
 from nsa import attention, launches
+from nsa.tests.test_bench_decode import one_thread as one_thread
 from nsa.tests.test_bench_decode import sent
-from nsa.tests.test_timing import BUDGET, KERNEL, LAST, SimulatedClock, planted, said
-
-PEAK = Ceilings(4800.0, 989.0, "nominal")
+from nsa.tests.test_timing import BUDGET, KERNEL, LAST, SimulatedClock, planted, said, timed
 
 
 def row_of(case, clock=None, **lengths):
-    clock = clock or SimulatedClock({"ours": 50.0, "base": 100.0, **lengths})
-    return measure(case, clock, budget=BUDGET, nominal=PEAK)
+    return timed(case, clock or SimulatedClock({"ours": 50.0, "base": 100.0, **lengths}))
 
 
 def every(period, first=0):
@@ -108,11 +105,8 @@ def test_a_memory_by_version_saves_no_time():
 
 def test_a_wrong_result_of_few_calls_is_told_by_chance():
     """Of each two calls one is off by a little: no mark shows it, the oracle does."""
-    told = 0
-    for _ in range(20):
-        row = row_of(planted(lambda x, n: 2 * x + 0.01 * (n > 3 and n % 2)))
-        told += row.median_us is None
-    assert told == 20
+    wrong = lambda x, n: 2 * x + 0.01 * (n > 3 and n % 2)
+    assert not any(row_of(planted(wrong)).median_us for _ in range(20))
 
 
 def counting(candidate):
@@ -145,9 +139,8 @@ def test_a_launch_that_its_launcher_counts_and_does_not_make_is_told(monkeypatch
 
     @contextlib.contextmanager
     def recording():
-        seen = launches.Recording()
-        recorded.append(seen)
-        yield seen
+        recorded.append(launches.Recording())
+        yield recorded[-1]
         recorded.pop()
 
     def launch(n):
@@ -166,7 +159,7 @@ def test_a_launch_that_its_launcher_counts_and_does_not_make_is_told(monkeypatch
 
 def test_calls_that_nobody_watches_are_judged_too(monkeypatch):
     """One of the judged samples of a case is not recorded: its call is a user's."""
-    real, inside, judged = launches.recording, [0], []
+    real, judge, inside, judged, ways = launches.recording, proof.judge, [0], [], []
 
     @contextlib.contextmanager
     def recording():
@@ -176,51 +169,31 @@ def test_calls_that_nobody_watches_are_judged_too(monkeypatch):
         inside[0] -= 1
 
     monkeypatch.setattr(launches, "recording", recording)
-    ways = []
-    case = planted(lambda x, n: ways.append(bool(inside[0])) or 2 * x)
-    judge = proof.judge
-    monkeypatch.setattr(proof, "judge",
-                        lambda *args: judged.append(ways[-1]) or judge(*args))  # fmt: skip
-    row = row_of(replace(case, baselines=()))
+    case = planted(lambda x, n: ways.append(bool(inside[0])) or 2 * x, baselines=())
+    monkeypatch.setattr(proof, "judge", lambda *a: judged.append(ways[-1]) or judge(*a))
+    row = row_of(case)
     assert row.status == "VALID" and row.judged == 2, row.why
     assert judged[0] is True and sorted(judged[1:]) == [False, True]  # the first is prove()'s
-
-
-@pytest.fixture
-def decode_rows(monkeypatch):
-    """Rows of the decode bench, as the CPU profile runs it, on this nsa_decode."""
-    threads = torch.get_num_threads()
-
-    def call(step):
-        code, rows = sent(
-            monkeypatch, "--S_list", "41", "--branch_force_mode", "none",
-            replaced=[(attention, "nsa_decode", step)],
-        )  # fmt: skip
-        return code, {row["bench"]: row for row in rows if "case" in row}
-
-    yield call
-    torch.set_num_threads(threads)
-
-
-class Remembers:
-    """nsa_decode that computes at its first `right` calls, then only where `computes(number)`."""
-
-    def __init__(self, computes, right=8):
-        self.real, self.computes, self.right = attention.nsa_decode, computes, right
-        self.calls, self.kept = 0, None
-
-    def __call__(self, *args, **how):
-        self.calls += 1
-        if self.calls <= self.right or self.computes(self.calls):
-            self.kept = self.real(*args, **how)
-        return self.kept
 
 
 @pytest.mark.parametrize("computes", [
     lambda n: True, lambda n: n % 2, lambda n: n % 2 == 0, lambda n: n % 7, lambda n: False,
 ], ids=["always", "odd calls", "even calls", "not every seventh", "never again"])  # fmt: skip
-def test_the_decode_bench_of_the_cpu_profile_tells_a_step_that_remembers(computes, decode_rows):
-    code, rows = decode_rows(Remembers(computes))
+def test_the_decode_bench_of_the_cpu_profile_tells_a_step_that_remembers(
+    computes, monkeypatch, one_thread
+):
+    """From its ninth call on, where it should compute."""
+    real, calls, kept = attention.nsa_decode, itertools.count(1), []
+
+    def remembers(*args, **how):
+        n = next(calls)
+        if n <= 8 or computes(n):
+            kept[:] = [real(*args, **how)]
+        return kept[0]
+
+    like = ("--S_list", "41", "--branch_force_mode", "none")
+    _, rows = sent(monkeypatch, *like, replaced=[(attention, "nsa_decode", remembers)])
+    rows = {row["bench"]: row for row in rows if "case" in row}
     honest = all(map(computes, range(1, 50)))
     for name in ("decode", "decode_module"):
         assert (rows[name]["status"] in ("VALID", "UNSTABLE")) == honest, rows[name]["why"]
@@ -233,14 +206,10 @@ class Lying(SimulatedClock):
 
     def __init__(self, lie):
         super().__init__({"ours": 50.0, "base": 100.0})
-        self.lie, self.n = lie, 0
+        self.lie, self.n = lie, itertools.count(1)
 
     def run(self, calls, *, cold):
-        times = []
-        for us in super().run(calls, cold=cold):
-            self.n += 1
-            times.append(self.lie(us, self.n))
-        return times
+        return [self.lie(us, next(self.n)) for us in super().run(calls, cold=cold)]
 
 
 LIES = {
@@ -280,8 +249,7 @@ def test_a_batch_fits_the_devices_queue(launched, most):
             launches.bump(KERNEL)
         return 2 * x
 
-    row = measure(planted(kernel), Counting({"ours": 20.0, "base": 40.0}), budget=BUDGET,
-                  nominal=PEAK)  # fmt: skip
+    row = row_of(planted(kernel), Counting({"ours": 20.0, "base": 40.0}))
     assert row.status == "VALID", row.why
     sampled = lengths[-row.columns.get("batches", row.batches) :]
     assert max(sampled) <= most + 1 + 4 * (most < 8), sampled
