@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ SMALL = (
     "--dim 32 --heads 4 --groups 2 --dk 16 --dv 8 --l 8 --d 4 --l_sel 8 --n_sel 4 --w 12 "
     "--iters 6 --warmup 1 --device cpu"
 ).split()
+NONE = "--branch_force_mode", "none"
 PARTS = "/cmp", "/sel", "/win"
 QUICK = dict(device_s=0.02, wall_s=0.2, warm_s=0.0, warm_cap_s=0.05)
 BUDGET = Budget(min_n=6, **QUICK)
@@ -74,7 +76,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_fp8_is_proven_against_what_its_numbers_stand_for(run):
-    like = ("--S_list", "57", "--dtype", "fp32", "--branch_force_mode", "none")
+    like = ("--S_list", "57", "--dtype", "fp32", *NONE)
     code, sent, (row,) = run(*like, "--kv-cache-dtype", "fp8_e4m3")
     assert [r["case"] for r in sent] == ["decode/S=57", "decode/S=57/module"]
     assert not any(row[f"ms_{branch}"] for branch in BRANCHES)
@@ -156,28 +158,22 @@ def test_queries_that_are_alike_choose_alike():
 
 
 @pytest.mark.parametrize("arguments, says", [
-    (["--S_list", "64,0"], "--S_list: must be a whole number above 0, got '0'"),
-    (["--S_list", "64;128"], "--S_list: must be a whole number above 0"),
-    (["--S_list", "64,4", "--T", "1,5"], "--T: must be at most each context length, got 5"),
-    (["--alike", "1.5"], "--alike: must be from 0 to 1, got 1.5"),
-    (["--B", "x"], "--B: must be a whole number above 0, got 'x'"),
-    (["--groups", "3"], "groups must divide heads, got heads=4 groups=3"),
-    (["--d", "3"], "d must divide l and l_sel"),
-    (["--warmup", "-1"], "--warmup: must be 0 or more, got -1"),
-    (["--branch_force_mode", "all"], "--branch_force_mode"),
-    (["--csv", "/dev/null/x/decode.csv"], "--csv: wants a file that can be written"),
+    ("--S_list 64,0", "--S_list: must be a whole number above 0, got '0'"),
+    ("--S_list 64;128", "--S_list: must be a whole number above 0"),
+    ("--S_list 64,4 --T 1,5", "--T: must be at most each context length, got 5"),
+    ("--alike 1.5", "--alike: must be from 0 to 1, got 1.5"),
+    ("--B x", "--B: must be a whole number above 0, got 'x'"),
+    ("--groups 3", "groups must divide heads, got heads=4 groups=3"),
+    ("--d 3", "d must divide l and l_sel"), ("--warmup -1", "--warmup: must be 0 or more, got -1"),
+    ("--branch_force_mode all", "--branch_force_mode"), ("", "NSA_USE_FA2"),
+    ("--csv /dev/null/x/decode.csv", "--csv: wants a file that can be written"),
 ])  # fmt: skip
-def test_bad_arguments_are_named(capsys, arguments, says):
+def test_bad_arguments_are_named(arguments, says, capsys, monkeypatch):
+    if not arguments:
+        monkeypatch.setenv(says, "perhaps")
     with pytest.raises(SystemExit) as stop:
-        bench_decode.main([*SMALL, *arguments])
+        bench_decode.main([*SMALL, *arguments.split()])
     assert stop.value.code == 2 and says in capsys.readouterr().err
-
-
-def test_a_malformed_flag_is_a_usage_error(monkeypatch, capsys):
-    monkeypatch.setenv("NSA_USE_FA2", "perhaps")
-    with pytest.raises(SystemExit) as stop:
-        bench_decode.main(SMALL)
-    assert stop.value.code == 2 and "NSA_USE_FA2" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
@@ -187,7 +183,7 @@ def test_a_gpu_that_is_not_there_is_no_crash(capsys):
 
 
 def test_bare_csv_goes_to_stdout_alone(capsys, monkeypatch):
-    assert sent(monkeypatch, "--S_list", "9", "--branch_force_mode", "none", "--csv")[0] == 0
+    assert sent(monkeypatch, "--S_list", "9", *NONE, "--csv")[0] == 0
     out, err = capsys.readouterr()
     assert out.startswith("S,ms_total,ms_cmp,ms_sel,ms_win,reads_actual,reads_expected,")
     assert len(out.splitlines()) == 2 and err.startswith("decode/S=9 ")
@@ -196,8 +192,11 @@ def test_bare_csv_goes_to_stdout_alone(capsys, monkeypatch):
 # ---- what is timed -------------------------------------------------------------------------------
 
 
+def measured(case, clock=None):
+    return measure(case, clock or HostClock(), cold=False, budget=BUDGET, save=lambda *_: None)
+
+
 def test_every_sample_sees_the_same_context(step):
-    case = total_case(step, {})
     lengths = []
 
     class Spy(HostClock):
@@ -205,24 +204,21 @@ def test_every_sample_sees_the_same_context(step):
             lengths.append((step.cache.length, step.cache.emitted, step.cache.lens.tolist()))
             return super().run(calls, cold=cold)
 
-    row = measure(case, Spy(), cold=False, budget=BUDGET, save=lambda *_: None)
+    row = measured(total_case(step, {}), Spy())
     assert row.median_us and len(lengths) > 2
     assert set(map(str, lengths)) == {str((41, blocks.num_compressed(41, 8, 4), [41, 41]))}
+
+
+FUNCTIONS = dict(cmp="compressed_attention", sel="_selected", win="sliding_attention")
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_branch_alone_does_no_other_branchs_work(step, branch, monkeypatch):
     """The other branches' keys may hold anything, and their functions are never called."""
     case = branch_case(step, branch, {})
-    names = {"cmp": "compressed_attention", "sel": "_selected",
-             "win": "sliding_attention"}  # fmt: skip
-
-    def never(*_, **__):
-        raise AssertionError("the work of another branch")
-
-    for other, name in names.items():
+    for other, name in FUNCTIONS.items():
         if other != branch:
-            monkeypatch.setattr(attention, name, never)
+            monkeypatch.setattr(attention, name, lambda *_, **__: pytest.fail("another branch"))
     with dispatch.trace() as taken:
         prove(case, case.candidate, 3, "check")
     # refill chooses the blocks, by the reference; nothing else runs beside the branch itself.
@@ -235,51 +231,40 @@ def test_a_branch_that_runs_the_whole_step_gets_no_number(step, branch, monkeypa
     """Its result is right, its time is the step's."""
     alone, whole = step.alone(branch), step.total()
     monkeypatch.setattr(step, "alone", lambda _: lambda: whole() and alone())
-    row = measure(branch_case(step, branch, {}), HostClock(), cold=False, budget=BUDGET)
+    row = measured(branch_case(step, branch, {}))
     assert row.status == "INVALID" and "launched what is no part of it: sdpa_" in "".join(row.why)
     assert row.median_us is None
 
 
-def test_a_wrong_branch_gets_no_number(step, monkeypatch):
-    case = branch_case(step, "win", {})
-    good = attention.sliding_attention
-    monkeypatch.setattr(attention, "sliding_attention",
-                        lambda *a, **kw: good(*a, **{**kw, "window": 11}))  # fmt: skip
-    row = measure(case, HostClock(), cold=False, budget=BUDGET)
+def test_a_wrong_branch_or_choice_gets_no_number(step, monkeypatch):
+    """Right attention over the wrong blocks: the output alone would agree with itself."""
+    window, decode = attention.sliding_attention, attention.nsa_decode
+    with monkeypatch.context() as patch:
+        narrow = lambda *a, **kw: window(*a, **{**kw, "window": 11})
+        patch.setattr(attention, "sliding_attention", narrow)
+        row = measured(branch_case(step, "win", {}))
     assert row.status == "FAILED" and row.median_us is None
 
-
-def test_a_wrong_choice_of_blocks_gets_no_number(step, monkeypatch):
-    """Right attention over the wrong blocks: the output alone would agree with itself."""
-    good = attention.nsa_decode
-
     def stuck(q, cache, *args, **kw):
-        out, chosen = good(q, cache, *args, **kw)
+        out, chosen = decode(q, cache, *args, **kw)
         return out, torch.tensor([0, 1, 2, 5], dtype=torch.int32).expand_as(chosen)
 
     monkeypatch.setattr(attention, "nsa_decode", stuck)
-    row = measure(total_case(step, {}), HostClock(), cold=False, budget=BUDGET)
+    row = measured(total_case(step, {}))
     assert row.status == "FAILED" and "chose blocks [0, 1, 2, 5]" in "; ".join(row.why)
 
 
-@pytest.mark.parametrize("row", [
-    [0, 4, 5, -1], [0, 4, 3, 5], [0, 4, 5, 6], [1, 2, 4, 5], [0, 4, 5, 5], [-1, 0, 4, 5],
-], ids=str)  # fmt: skip
-def test_choices_against_the_rules_are_seen(step, row):
-    chosen = step.blocks.clone()
-    step.check_choice(chosen)
-    chosen[1, 0, 1] = torch.tensor(row, dtype=torch.int32)
-    with pytest.raises(ValueError, match="sequence 1, group 1 chose blocks"):
-        step.check_choice(chosen)
-
-
-def test_a_choice_by_other_scores_is_seen(step):
+def test_choices_against_the_rules_or_by_other_scores_are_seen(step):
     """One of the blocks 1, 2 and 3 is free to choose: only the best of them will do."""
+    step.check_choice(step.blocks)
     (best,) = {1, 2, 3} & set(step.blocks[0, 0, 0].tolist())
-    for other in {1, 2, 3} - {best}:
+    rows = [[0, 4, 5, -1], [0, 4, 3, 5], [0, 4, 5, 6], [1, 2, 4, 5], [0, 4, 5, 5], [-1, 0, 4, 5]]
+    rules = [(1, 1, row, "chose blocks") for row in rows]
+    worse = [(0, 0, [0, x, 4, 5], rf".*not \[0, {best}, 4, 5\]") for x in {1, 2, 3} - {best}]
+    for b, g, row, words in rules + worse:
         chosen = step.blocks.clone()
-        chosen[0, 0, 0] = torch.tensor([0, other, 4, 5], dtype=torch.int32)
-        with pytest.raises(ValueError, match=rf"not \[0, {best}, 4, 5\]"):
+        chosen[b, 0, g] = torch.tensor(row, dtype=torch.int32)
+        with pytest.raises(ValueError, match=f"sequence {b}, group {g} {words}"):
             step.check_choice(chosen)
 
 
@@ -298,10 +283,7 @@ def test_baselines_are_dense_and_right(step):
 
 def test_a_kernel_that_fell_back_is_invalid(monkeypatch):
     """Policy wants the Triton step, its launch fails: the composed step ran, and is not it."""
-
-    def broken(args, flags):
-        raise RuntimeError("no such PTX version")
-
+    broken = mock.Mock(side_effect=RuntimeError("no such PTX version"))
     monkeypatch.setitem(attention.STEP, dispatch.Route.TRITON, broken)
     plain = dispatch.make_request
 
@@ -312,19 +294,23 @@ def test_a_kernel_that_fell_back_is_invalid(monkeypatch):
     monkeypatch.setattr(dispatch, "make_request", on_a_gpu)
     step = make(dtype=torch.float16, flags=Flags(use_triton_sel=True, sel_triton_min_L=1))
     assert (step.requested, step.path, step.fallback) == ("triton", "composed", "launch_error")
-    row = measure(total_case(step, {}), HostClock(), cold=False, budget=BUDGET)
+    row = measured(total_case(step, {}))
     assert row.status == "INVALID" and "asked for triton" in "; ".join(row.why)
 
 
 # ---- the Triton step -----------------------------------------------------------------------------
 
 
+def triton_step(device):
+    torch.manual_seed(0)
+    layer = NSAAttention(NSAConfig(32, 4, 2, 16, 16, **SIZES)).to(device, torch.float16)
+    flags = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
+    return Step(layer, 1, 41, flags=flags, backend="triton")
+
+
 @pytest.mark.kernel
 def test_the_triton_step_and_its_branches_are_proven_by_their_launches(kernel_device):
-    torch.manual_seed(0)
-    layer = NSAAttention(NSAConfig(32, 4, 2, 16, 16, **SIZES)).to(kernel_device, torch.float16)
-    flags = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
-    step = Step(layer, 1, 41, flags=flags, backend="triton")
+    step = triton_step(kernel_device)
     assert (step.path, step.requested) == ("triton", "triton")
     case = total_case(step, {})
     parity, _ = prove(case, case.candidate, 1, "step")
@@ -343,17 +329,13 @@ def test_the_triton_step_and_its_branches_are_proven_by_their_launches(kernel_de
 
 @pytest.mark.kernel
 def test_a_forced_branch_never_reads_the_others_keys(kernel_device):
-    torch.manual_seed(0)
-    layer = NSAAttention(NSAConfig(32, 4, 2, 16, 16, **SIZES)).to(kernel_device, torch.float16)
-    step = Step(layer, 1, 41, backend="triton",
-                flags=Flags(use_triton_sel=True, triton_sel_force=True))  # fmt: skip
-    names = {"cmp": ("k_cmp", "v_cmp"), "sel": ("k_sel", "v_sel"), "win": ("k_win", "v_win")}
+    step = triton_step(kernel_device)
     for branch in BRANCHES:
         step.refill(0)
         want = step.alone(branch)()
         for other in set(BRANCHES) - {branch}:
-            for name in names[other]:
-                getattr(step.cache, name).fill_(float("nan"))
+            for kv in "kv":
+                getattr(step.cache, f"{kv}_{other}").fill_(float("nan"))
         assert torch.equal(step.alone(branch)(), want) and want.isfinite().all()
 
 
@@ -364,10 +346,12 @@ def test_a_forced_branch_must_be_one(kernel_device):
     x = torch.zeros(1, 1, 2, 16, device=kernel_device, dtype=torch.float16)
     args = (x, *[x] * 6, x, torch.ones(1, dtype=torch.int32, device=kernel_device))
     sizes = dict(l=8, d=4, l_sel=8, n_sel=4, n_init=1, n_local=2, window=12, max_len=1)
-    with pytest.raises(ValueError, match="branch must be None, 'cmp', 'sel' or 'win', got 'all'"):
-        nsa_decode_triton(*args, branch="all", **sizes)
-    with pytest.raises(ValueError, match="block_indices go with branch 'sel'"):
-        nsa_decode_triton(*args, branch="sel", **sizes)
+    for branch, words in (
+        ("all", "branch must be None, 'cmp', 'sel' or 'win', got 'all'"),
+        ("sel", "block_indices go with branch 'sel'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            nsa_decode_triton(*args, branch=branch, **sizes)
 
 
 # ---- the summary ---------------------------------------------------------------------------------
@@ -429,16 +413,18 @@ def test_the_second_table_says_whose_time_is_whose_and_what_binds(tmp_path, caps
 def test_summary_of_nothing_and_of_something_else(tmp_path, capsys):
     code, out, err = summary(tmp_path, capsys, [])
     assert (code, out) == (3, "") and "has no rows" in err
-    for bad, says in ((line(ms_total="nan"), "d.csv:2: ms_total must be a finite number"),
-                      (line(S=""), "d.csv:2: S is empty"),
-                      (line(speedup="fast"), "d.csv:2: speedup must be")):  # fmt: skip
-        code, out, err = summary(tmp_path, capsys, [bad])
+    for changes, header, says in (
+        (dict(ms_total="nan"), None, "d.csv:2: ms_total must be a finite number"),
+        (dict(S=""), None, "d.csv:2: S is empty"),
+        (dict(speedup="fast"), None, "d.csv:2: speedup must be"),
+        ({}, ("S", "ms_total"), "no column ms_cmp"),
+    ):
+        rows = [line(**changes)]
+        code, out, err = summary(tmp_path, capsys, rows, header or summarize_decode_csv.NEEDED)
         assert (code, out) == (2, "") and says in err
-    code, _, err = summary(tmp_path, capsys, [line()], header=("S", "ms_total"))
-    assert code == 2 and "no column ms_cmp" in err
     (tmp_path / "t.txt").write_text("no table at all\n")
-    assert summarize_decode_csv.main([str(tmp_path / "t.txt")]) == 2
-    assert summarize_decode_csv.main([str(tmp_path / "none.csv")]) == 2
+    for name in ("t.txt", "none.csv"):
+        assert summarize_decode_csv.main([str(tmp_path / name)]) == 2
 
 
 # ---- a second count of reads ---------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from bench.timing import Budget, measure
 from nsa import launches, oracle, select
 from nsa.flags import Flags
 from nsa.kernels.row_tiles import tma_usable
+from nsa.tests.helpers import randn
 
 SMALL = Shape(77, B=2, HQ=6, G=2, D=16, Dv=8, l=8, d=4, l_sel=16, n_sel=3, w=20)
 
@@ -94,16 +97,13 @@ def test_a_sweep_writes_what_it_timed(monkeypatch, capsys):
     rows = types.SimpleNamespace(
         q=want.half(), refill=lambda seed: None, exact=lambda dtype=None: want
     )
-    monkeypatch.setattr(bench_sel_triton.Cell, "rows", lambda cell, dtype: rows)
 
     def candidate(rows, flags, tiles):
-        def call(part):
-            if tiles.num_stages == 3:
-                raise RuntimeError("out of resource")
-            return want.half() * (2 if tiles.num_stages == 2 else 1)
+        right = lambda part: want.half() * (2 if tiles.num_stages == 2 else 1)
+        fails = mock.Mock(side_effect=RuntimeError("out of resource"))
+        return fails if tiles.num_stages == 3 else right, "triton", "_kernel"
 
-        return call, "triton", "_kernel"
-
+    monkeypatch.setattr(bench_sel_triton.Cell, "rows", lambda cell, dtype: rows)
     monkeypatch.setattr(bench_sel_triton, "candidate", candidate)
     clock = types.SimpleNamespace(run=lambda calls, cold: [5.0] * len(calls))
     args = bench_sel_triton.parse("--sweep 2 --N 4 --L_list 64 --dist few --csv".split())
@@ -118,84 +118,71 @@ def test_a_sweep_writes_what_it_timed(monkeypatch, capsys):
     assert "6 right, 12 do not fit" in capsys.readouterr().err
 
 
-def test_csv_columns_are_the_documented_ones():
+def test_defaults_are_the_documented_columns_and_cells():
     needed = "mode N H D Dv L nspans streams tri_ms ref_ms speedup mae bytes gbs ci_low ci_high"
     assert {*needed.split(), "path", "baseline"} <= set(bench_sel_triton.COLUMNS)
+    cells = bench_sel_triton.cells(bench_sel_triton.parse(["--decode", "1"]))
+    every = itertools.product((2, 4), (8, 16), (128, 256, 512))
+    assert {(c.H, c.n_sel, c.L) for c in cells} == set(every)
 
 
-def test_decode_defaults_are_the_documented_cells():
-    cells = list(bench_sel_triton.cells(bench_sel_triton.parse(["--decode", "1"])))
-    assert {(c.H, c.n_sel, c.L) for c in cells} == {
-        (h, n, L) for h in (2, 4) for n in (8, 16) for L in (128, 256, 512)
-    }
+SEL, PREFILL, FA2 = bench_sel_triton, bench_prefill, bench_fa2
+NO_FILE = "wants a file that can be written, got "
 
 
-@pytest.mark.parametrize("parse, argv, says", [
-    (bench_sel_triton.parse, ["--dist", "lots"], "--dist"),
-    (bench_sel_triton.parse, ["--L_list", "64,x"], "integers"),
-    (bench_sel_triton.parse, ["--decode", "1", "--L_list", "100"], "n_sel"),
-    (bench_sel_triton.parse, ["--N", "0"], "--N"), (bench_sel_triton.parse, ["--D", "64,x"], "--D"),
-    (bench_sel_triton.parse, ["--repeat", "0"], "--repeat"),
-    (bench_sel_triton.parse, ["--decode", "1", "--n_sel", "8,12"], "--n_sel"),
-    (bench_sel_triton.parse, ["--decode", "1", "--n_sel", "2"], "--n_sel"),
-    (bench_sel_triton.parse, ["--route", "1", "--streams", "1,2"], "--streams"),
-    (bench_sel_triton.parse, ["--decode", "1", "--route", "1"], "--route"),
-    (bench_prefill.parse, ["--ops", "full,half"], "--ops"),
-    (bench_prefill.parse, ["--directions", "up"], "--directions"),
-    (bench_fa2.parse, ["--branches", "sel"], "--branches"),
-    (bench_fa2.parse, ["--dtype", "fp8"], "--dtype"),
-    (bench_fa2.parse, ["--B", "0"], "--B: must be a whole number above 0, got '0'"),
-    (bench_fa2.parse, ["--w", "0"], "--w: must be"), (bench_fa2.parse, ["--d", "0"], "--d: "),
-    (bench_fa2.parse, ["--HQ", "5"], "--G must divide --HQ, got 4 and 5"),
-    (bench_fa2.parse, ["--D", "7"], "--D must be a multiple of 8 up to 256, got 7"),
-    (bench_fa2.parse, ["--seconds", "nan"], "--seconds: must be a finite number above 0"),
-    (bench_fa2.parse, ["--S_list", "64,64"], "wants every integer once, got '64,64'"),
-    (bench_prefill.parse, ["--G", "0"], "--G: must be"),
-    (bench_prefill.parse, ["--d", "24"], "--d must divide --l, got 24 and 32"),
-    (bench_sel_triton.parse, ["--iters", "-3"], "--iters: must be a whole number above 0"),
-    (bench_sel_triton.parse, ["--warmup", "-9"], "--warmup must be 0 or more, got -9"),
-    (bench_sel_triton.parse, ["--seconds", "nan"], "--seconds: must be a finite number"),
-    (bench_sel_triton.parse, ["--sweep", "-1"], "--sweep must be 0 or more, got -1"),
-    (bench_sel_triton.parse, ["--D", "7"], "--D must be multiples of 8 up to 256, got 7"),
-    (bench_sel_triton.parse, ["--Dv", "300"], "--Dv must be multiples of 8 up to 256, got 300"),
-    (bench_sel_triton.parse, ["--streams", "5000"], "--streams must be at most 32"),
-    (bench_sel_triton.parse, ["--dist", "few,few"], "each once, got few,few"),
-    (bench_sel_triton.parse, ["--csv", "/dev/null/x.csv"], "--csv: wants a file that can be"),
-    (bench_fa2.parse, ["--csv", "/tmp"], "wants a file that can be written, got '/tmp'"),
+@pytest.mark.parametrize("bench, argv, says", [
+    (SEL, "--dist lots", "--dist"), (SEL, "--L_list 64,x", "integers"), (SEL, "--N 0", "--N"),
+    (SEL, "--decode 1 --L_list 100", "n_sel"), (SEL, "--D 64,x", "--D"),
+    (SEL, "--repeat 0", "--repeat"), (SEL, "--decode 1 --n_sel 8,12", "--n_sel"),
+    (SEL, "--decode 1 --n_sel 2", "--n_sel"), (SEL, "--route 1 --streams 1,2", "--streams"),
+    (SEL, "--decode 1 --route 1", "--route"),
+    (SEL, "--iters -3", "--iters: must be a whole number above 0"),
+    (SEL, "--warmup -9", "--warmup must be 0 or more, got -9"),
+    (SEL, "--seconds nan", "--seconds: must be a finite number"),
+    (SEL, "--sweep -1", "--sweep must be 0 or more, got -1"),
+    (SEL, "--D 7", "--D must be multiples of 8 up to 256, got 7"),
+    (SEL, "--Dv 300", "--Dv must be multiples of 8 up to 256, got 300"),
+    (SEL, "--streams 5000", "--streams must be at most 32"),
+    (SEL, "--dist few,few", "each once, got few,few"),
+    (SEL, "--csv /dev/null/x.csv", f"--csv: {NO_FILE}"), (FA2, "--csv /tmp", f"{NO_FILE}'/tmp'"),
+    (FA2, "--branches sel", "--branches"), (FA2, "--dtype fp8", "--dtype"),
+    (FA2, "--B 0", "--B: must be a whole number above 0, got '0'"), (FA2, "--w 0", "--w: must be"),
+    (FA2, "--d 0", "--d: "), (FA2, "--HQ 5", "--G must divide --HQ, got 4 and 5"),
+    (FA2, "--D 7", "--D must be a multiple of 8 up to 256, got 7"),
+    (FA2, "--seconds nan", "--seconds: must be a finite number above 0"),
+    (FA2, "--S_list 64,64", "wants every integer once, got '64,64'"),
+    (PREFILL, "--ops full,half", "--ops"), (PREFILL, "--directions up", "--directions"),
+    (PREFILL, "--G 0", "--G: must be"),
+    (PREFILL, "--d 24", "--d must divide --l, got 24 and 32"),
+    *((bench, "", "NSA_SEL_TRITON_MIN_L") for bench in (SEL, PREFILL, FA2)),  # is no number
 ])  # fmt: skip
-def test_bad_arguments_are_usage_errors(parse, argv, says, capsys):
+def test_bad_arguments_are_usage_errors(bench, argv, says, capsys, monkeypatch):
+    if not argv:
+        monkeypatch.setenv(says, "many")
     with pytest.raises(SystemExit) as stop:
-        parse(argv)
+        bench.parse(argv.split())
     assert stop.value.code == 2 and says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("bench", [bench_sel_triton, bench_fa2, bench_prefill])
-def test_a_malformed_flag_is_a_usage_error(bench, monkeypatch, capsys):
-    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "many")
-    with pytest.raises(SystemExit) as stop:
-        bench.parse([])
-    assert stop.value.code == 2 and "NSA_SEL_TRITON_MIN_L" in capsys.readouterr().err
 
 
 def test_block_quality_sees_every_wrong_choice():
     """1 for the best blocks; less for a worse one; 0 for what may never be."""
     x = Prefill.__new__(Prefill)
-    x.shape = Shape(64, HQ=2, G=1, D=8, l=8, d=4, l_sel=8, n_sel=5)
-    x.q = torch.randn(1, 64, 2, 8, generator=torch.Generator().manual_seed(0))
-    x.k_cmp = torch.randn(1, 15, 1, 8, generator=torch.Generator().manual_seed(1))
-    x.at = [63]
+    x.shape, x.at = Shape(64, HQ=2, G=1, D=8, l=8, d=4, l_sel=8, n_sel=5), [63]
+    x.q, x.k_cmp = randn(1, 64, 2, 8, seed=0), randn(1, 15, 1, 8, seed=1)
     want = oracle.select_blocks(x.q.double(), x.k_cmp.double(), **x.sizes)
-    assert x.block_quality(want).item() == pytest.approx(1.0)
     row = want[0, 63, 0].tolist()
-    free = [b for b in row if b not in (0, 6, 7)]
+
+    def quality(row):
+        chosen = want.clone()
+        chosen[0, 63, 0] = torch.tensor(row).int()
+        return x.block_quality(chosen).item()
+
+    assert quality(row) == pytest.approx(1.0)
+    free = [b for b in row if b not in (0, 6, 7)][0]
     spare = next(b for b in range(1, 6) if b not in row)
-    worse = torch.tensor(sorted([*set(row) - {free[0]}, spare])).int()
-    chosen = want.clone()
-    chosen[0, 63, 0] = worse
-    assert 0 < x.block_quality(chosen).item() < 1
-    for wrong in ([0, 6, 7, free[0], free[0]], [1, 2, 3, 6, 7], [0, 1, 6, 7, 8], [0, 6, 7, 1, -1]):
-        chosen[0, 63, 0] = torch.tensor(wrong).int()
-        assert x.block_quality(chosen).item() == 0, wrong
+    assert 0 < quality(sorted({*row, spare} - {free})) < 1
+    for wrong in ([0, 6, 7, free, free], [1, 2, 3, 6, 7], [0, 1, 6, 7, 8], [0, 6, 7, 1, -1]):
+        assert quality(wrong) == 0, wrong
 
 
 def test_distinct_blocks_are_counted_for_four_neighbours_at_a_time():
@@ -355,7 +342,6 @@ def test_routes_are_timed_beside_their_proof(dist, kernel_device, monkeypatch):
     from nsa.kernels.triton_sel_kernel import in_place
 
     real = in_place.in_place
-
     beside = lambda q, k, v, ranges, plan: real(q, k, v, ranges + 1, plan)
     monkeypatch.setattr(in_place, "in_place", beside)
     wrong = row()
@@ -417,22 +403,20 @@ def verdict(gpu, others_mib=3, **row):
 
 
 def test_a_healthy_card_gets_no_complaint():
-    gpu = FakeGpu(
-        nvmlDeviceGetEnforcedPowerLimit=450_000,
-        nvmlDeviceGetPowerManagementDefaultLimit=450_000,
-        nvmlDeviceGetMaxPcieLinkGeneration=4, nvmlDeviceGetMaxPcieLinkWidth=16,
-        nvmlDeviceGetTotalEccErrors=0, nvmlDeviceGetRemappedRows=(0, 0, 0, 0),
-    )  # fmt: skip
-    assert verdict(gpu) == []
+    errors = dict(nvmlDeviceGetTotalEccErrors=0, nvmlDeviceGetRemappedRows=(0, 0, 0, 0))
+    assert verdict(FakeGpu(**dict.fromkeys(POWER, 450_000), **LINK, **errors)) == []
+
+
+POWER = "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagementDefaultLimit"
+LINK = dict(nvmlDeviceGetMaxPcieLinkGeneration=4, nvmlDeviceGetMaxPcieLinkWidth=16)
+CAPPED = dict(zip(POWER, (300_000, 450_000), strict=True))
 
 
 @pytest.mark.parametrize("answers, row, says", [
-    ({"nvmlDeviceGetEnforcedPowerLimit": 300_000,
-      "nvmlDeviceGetPowerManagementDefaultLimit": 450_000}, {"gemm_frac": 0.62},
+    (CAPPED, {"gemm_frac": 0.62},
      "bf16 GEMM run at 62% of what a NVIDIA Fake should do (power-capped at 300 W of 450 W)"),
     ({}, {"copy_frac": 0.5}, "no cause seen in NVML"),
-    ({"nvmlDeviceGetMaxPcieLinkGeneration": 4, "nvmlDeviceGetMaxPcieLinkWidth": 16},
-     {"h2d_gbs": 6.0}, "upload runs at 6 GB/s of 32"),
+    (LINK, {"h2d_gbs": 6.0}, "upload runs at 6 GB/s of 32"),
     ({}, {"others_mib": 501}, "501 MiB of the card are in use by others"),
     ({"nvmlDeviceGetTotalEccErrors": 3}, {}, "3 uncorrected ECC errors"),
     ({"nvmlDeviceGetRemappedRows": (1, 0, 1, 0)}, {}, "memory rows wait for a remap"),
