@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -124,16 +125,13 @@ def test_the_decode_bench_runs_its_kernels_on_sm89_too():
 
 
 def test_single_values_and_the_default_still_work():
-    args = bench_sel_triton.parse(
-        "--N 1024 --H 8 --D 128 --Dv 128 --L_list 64,256 --dist mixed --streams 2".split()
-    )
-    assert [c[:8] for c in bench_sel_triton.cells(args)] == [
+    parsed = lambda text: list(bench_sel_triton.cells(bench_sel_triton.parse(text.split())))
+    one = "--N 1024 --H 8 --D 128 --Dv 128 --L_list 64,256 --dist mixed --streams 2"
+    assert [c[:8] for c in parsed(one)] == [
         (mode, "mixed", 1024, 8, 128, 128, L, 2) for L in (64, 256) for mode in ("varlen", "ranges")
     ]
-    assert {(c.D, c.Dv) for c in bench_sel_triton.cells(bench_sel_triton.parse(["--D", "64,128"]))
-            } == {(64, 64), (128, 128)}  # fmt: skip
-    (cell, *_) = bench_sel_triton.cells(bench_sel_triton.parse([]))
-    assert cell.name == "sel/dense/few/N=256/H=8/D=64/Dv=64/L=64/streams=1"
+    assert {(c.D, c.Dv) for c in parsed("--D 64,128")} == {(64, 64), (128, 128)}
+    assert parsed("")[0].name == "sel/dense/few/N=256/H=8/D=64/Dv=64/L=64/streams=1"
 
 
 def test_fa2_default_lengths_can_carry_a_minimum_in_both_branches():
@@ -151,8 +149,6 @@ def test_fa2_default_lengths_can_carry_a_minimum_in_both_branches():
 
 
 def test_samples_of_a_long_series_are_thinned(tmp_path, monkeypatch):
-    import json
-
     monkeypatch.setenv("NSA_OUT_DIR", str(tmp_path))
     row = BenchRow("sel", "c", "SKIPPED", why=("x",))
     timing.save_samples(row, timing.Samples(ours=[i + 1 / 3 for i in range(1000)], base=[1.0]))
@@ -161,43 +157,35 @@ def test_samples_of_a_long_series_are_thinned(tmp_path, monkeypatch):
     assert len(saved["us"]) == 200 and saved["us"][1] == 5.333
 
 
-class NoCard:
-    name = "a card"
-
-
-@pytest.mark.parametrize("bench, argv, cells", [
-    (bench_sel_triton, ["--L_list", "64,128", "--dist", "few"], 4),
-    (bench_prefill, ["--S_list", "64", "--ops", "cmp,win", "--directions", "fwd"], 2),
-    (bench_fa2, ["--S_list", "64,128", "--branches", "win", "--dtype", "bf16"], 2),
+@pytest.mark.parametrize("bench, owner, name, argv, cells", [
+    (bench_sel_triton, bench_sel_triton.Cell, "rows", "--L_list 64,128 --dist few", 4),
+    (bench_prefill, bench_prefill, "case_of", "--S_list 64 --ops cmp,win --directions fwd", 2),
+    (bench_fa2, bench_fa2, "Branch", "--S_list 64,128 --branches win --dtype bf16", 2),
 ], ids=["sel", "prefill", "fa2"])  # fmt: skip
-def test_a_bench_goes_on_where_a_case_does_not_fit(bench, argv, cells, tmp_path, monkeypatch):
+def test_a_bench_goes_on_where_a_case_does_not_fit(
+    bench, owner, name, argv, cells, tmp_path, monkeypatch
+):
     """Out of memory while a case is built: a row, on disk before the next begins."""
-    path = tmp_path / "rows.csv"
-    seen = []
+    path, seen = tmp_path / "rows.csv", []
 
-    def first_fails(*args, **kwargs):
+    def fails(*args, **kwargs):
         if seen:
             assert [r["status"] for r in read_csv(path)] == ["SKIPPED"] * len(seen)
         seen.append(args)
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("reset_peak_memory_stats", "max_memory_allocated", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    monkeypatch.setattr(main, "Gpu", NoCard)
+    for call in ("reset_peak_memory_stats", "max_memory_allocated", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, call, lambda: 0)
+    card = SimpleNamespace(name="a card", nominal=lambda: None)
+    monkeypatch.setattr(main, "Gpu", lambda: card)
     monkeypatch.setattr(main, "CudaClock", lambda: SimpleNamespace(timer="none"))
     monkeypatch.setattr(main, "provenance", lambda gpu: provenance(None))
     monkeypatch.setattr(main, "ceilings", lambda *_: Ceilings(None, None, "unknown"))
-    monkeypatch.setattr(timing, "Ceilings", lambda *_: None)
-    monkeypatch.setattr(NoCard, "nominal", lambda self: None, raising=False)
-    if bench is bench_sel_triton:
-        monkeypatch.setattr(bench.Cell, "rows", first_fails)
-    elif bench is bench_prefill:
-        monkeypatch.setattr(bench, "case_of", first_fails)
-    else:
-        monkeypatch.setattr(bench, "Branch", first_fails)
-        monkeypatch.setattr(bench.fa2, "probe", lambda: SimpleNamespace(why_not=None, source="x"))
-    assert bench.main([*argv, "--csv", str(path)]) == 3
+    monkeypatch.setattr(owner, name, fails)
+    usable = SimpleNamespace(why_not=None, source="x")
+    monkeypatch.setattr(bench_fa2.fa2, "probe", lambda: usable)
+    assert bench.main([*argv.split(), "--csv", str(path)]) == 3
     rows = read_csv(path)
     assert len(seen) == len(rows) == cells
     assert all(r["status"] == "SKIPPED" and "out of memory" in r["why"] for r in rows)
