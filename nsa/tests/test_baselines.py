@@ -112,16 +112,13 @@ def row_of(clock, gigabytes, base_us, attends=None, name="dense", flops=None, **
     return measure(case, clock, budget=BUDGET, ceiling=Ceilings(1000.0, None, "measured"))
 
 
-def test_a_baselines_share_is_of_its_own_work():
-    row = row_of(SimulatedClock({}), 0.05, 100.0)
-    assert row.base_peak_frac == pytest.approx(0.5, rel=0.1) and row.base_bound == "memory"
-    assert row.peak_frac is None and row.base_gbs == pytest.approx(500, rel=0.1)
-
-
 def test_a_baseline_far_below_its_other_sizes_gives_no_ratio():
+    """Its share is of its own work."""
     clock = SimulatedClock({})
     first = row_of(clock, 0.05, 100.0)
     assert first.status == "VALID" and first.speedup == pytest.approx(2, rel=0.1)
+    assert first.base_peak_frac == pytest.approx(0.5, rel=0.1) and first.base_bound == "memory"
+    assert first.peak_frac is None and first.base_gbs == pytest.approx(500, rel=0.1)
     assert row_of(clock, 0.1, 250.0).status == "VALID"  # 40 % after 50 %
     for gigabytes, us in ((0.1, 1000.0), (0.01, 700.0)):  # 10 %; longer than ten times the work
         row = row_of(clock, gigabytes, us)
@@ -129,13 +126,9 @@ def test_a_baseline_far_below_its_other_sizes_gives_no_ratio():
         assert said(row).startswith("baseline dense: it reached")
     assert row_of(clock, 0.1, 1000.0, name="another").status == "VALID"
     assert row_of(SimulatedClock({}), 0.1, 1000.0).status == "VALID"
-
-
-def test_without_the_ceiling_that_bounds_it_no_baseline_is_called_slow():
-    """A card whose FLOP/s nobody knows: dense attention is far below what memory alone allows."""
-    clock = SimulatedClock({})
+    # Where nobody knows a card's FLOP/s: far below what memory alone allows.
     for us in (100.0, 5000.0):
-        row = row_of(clock, 0.05, us, flops=10**9)
+        row = row_of(clock, 0.05, us, name="dense of flops", flops=10**9)
         assert row.status == "VALID", row.why
 
 

