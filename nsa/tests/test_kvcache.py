@@ -395,69 +395,51 @@ def test_branches_may_share_keys_and_their_cache():
         lens = [n + T for n in lens]
 
 
+def learnt_phis(dtype, device):
+    torch.manual_seed(3)
+    make = lambda width: MLPCompression(width, SIZES["l"], SIZES["d"]).to(device, dtype)
+    return dict(phi_k=make(DK), phi_v=make(DV))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_learnt_phi_and_fp32_kernels(kind, kernel_device):
     """The kernel in fp32, which public routes leave to PyTorch, on what a call has written."""
     from nsa.kernels.decode import nsa_decode_triton
 
-    torch.manual_seed(3)
-    learnt = [MLPCompression(n, SIZES["l"], SIZES["d"]).to(kernel_device) for n in (DK, DV)]
     like = torch.float32, kernel_device
-    tokens, caches = Tokens(*like), Caches(kind, *like)
-    lens = [45, 45]
+    tokens, caches, phis = Tokens(*like), Caches(kind, *like), learnt_phis(*like)
     with torch.no_grad():
-        phis = dict(phi_k=learnt[0], phi_v=learnt[1])
         caches.call([0, 0], tokens.part([0, 0], 30), **phis)
         out = caches.call([30, 30], tokens.part([30, 30], 15), **phis)[:, -2:]
     x = tokens.part([43, 43], 2)
-    order = [f"{name}_{kind}_cache" for kind in ("cmp", "sel", "win") for name in "kv"]
-    lens = torch.tensor(lens, dtype=torch.int32, device=kernel_device)
+    every = [caches.all[f"{name}_{of}_cache"] for of in ("cmp", "sel", "win") for name in "kv"]
+    lens = torch.tensor([45, 45], dtype=torch.int32, device=kernel_device)
     how = dict(SIZES, max_len=S, n_init=1, n_local=2, block_table=caches.table)
-    got = nsa_decode_triton(
-        x["q"], *(caches.all[name] for name in order), x["gates"], lens, **how,
-        window_ring=kind.endswith("ring"), cmp_paged=caches.table is not None,
-    )  # fmt: skip
-    close(got, out, 1e-5)
+    how |= dict(window_ring=kind.endswith("ring"), cmp_paged=caches.table is not None)
+    close(nsa_decode_triton(x["q"], *every, x["gates"], lens, **how), out, 1e-5)
 
 
-EACH = [  # kind of cache, number and phi once; `make test-all` and GPUs run all
-    ("static", "fp16", False),
-    ("static-ring", "e4m3", False),
-    ("pages", "fp16", True),
-    ("pages-ring", "e4m3", True),
-]
+# Kind of cache, number and phi once; `make test-all` and GPUs run all.
+EACH = [*zip(KINDS, ("fp16", "e4m3") * 2, ("mean", "mean", "learnt", "learnt"), strict=True)]
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize(
-    "kind, stored, learnt",
-    [
-        pytest.param(
-            *case,
-            id="-".join([case[0], case[1], "learnt" if case[2] else "mean"]),
-            marks=[] if case in EACH else [pytest.mark.nightly],
-        )
-        for case in itertools.product(KINDS, ("fp16", "e4m3"), (False, True))
-    ],
-)
-def test_kernels_store_what_pytorch_stores(kind, stored, learnt, kernel_device, monkeypatch):
+@pytest.mark.parametrize("kind, stored, compression", [
+    pytest.param(*case, id="-".join(case), marks=[] if case in EACH else [pytest.mark.nightly])
+    for case in itertools.product(KINDS, ("fp16", "e4m3"), ("mean", "learnt"))
+])  # fmt: skip
+def test_kernels_store_what_pytorch_stores(kind, stored, compression, kernel_device, monkeypatch):
     """Every row of every cache, byte by byte but for what a learnt phi made; and no other row."""
     if kernel_device == "cuda" and stored == "e4m3" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no e4m3 before SM 8.9")
     monkeypatch.setattr(kvcache, "_attend", lambda q, *_: q)
-    torch.manual_seed(3)
-    like = torch.float16, kernel_device
-    held = E4M3 if stored == "e4m3" else torch.float16
-    phis = dict(phi_k=phi, phi_v=phi)
-    if learnt:
-        phis = {
-            name: MLPCompression(n, SIZES["l"], SIZES["d"]).to(kernel_device, torch.float16)
-            for name, n in (("phi_k", DK), ("phi_v", DV))
-        }
+    like, phis = (torch.float16, kernel_device), {}
+    if compression == "learnt":
+        phis = learnt_phis(*like)
     if stored == "e4m3":
         scales = torch.tensor([[0.5, 0.03], [0.1, 2.0]], device=kernel_device)
         phis |= dict(k_descale=scales, v_descale=scales.flip(0).contiguous())
-    tokens = Tokens(*like)
+    tokens, held = Tokens(*like), E4M3 if stored == "e4m3" else torch.float16
     tokens.data["k_raw"][:, 9] = 3e4
     tokens.data["v_sel"][:, 20] = -6e4
     ours, theirs = (Caches(kind, held, kernel_device) for _ in range(2))
@@ -470,16 +452,14 @@ def test_kernels_store_what_pytorch_stores(kind, stored, learnt, kernel_device, 
         assert counts["_decode_write_kernel"] == 1, counts
         for name, got in ours.all.items():
             want = theirs.all[name]
-            if learnt and "cmp" in name:
+            if compression == "learnt" and "cmp" in name:
                 got, want = got.float(), want.float()
                 step = 0.15 if stored == "e4m3" else 0.01
                 torch.testing.assert_close(got, want, rtol=step, atol=step / 30, equal_nan=True)
                 theirs.all[name].copy_(ours.all[name])
             else:
                 assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (name, T)
-        lens = [lens[0] + T, lens[1] + T]
-        if T == 3:
-            lens = [lens[0] - 5, lens[1] - 1]
+        lens = [lens[0] + T - 5 * (T == 3), lens[1] + T - (T == 3)]
 
 
 @pytest.mark.kernel
@@ -558,8 +538,8 @@ class NoReads(TorchDispatchMode):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_reads_no_value(kind, kernel_device, monkeypatch):
     """Lengths, page numbers and what is due are known on the device alone."""
-    tokens = Tokens(torch.float16, kernel_device)
-    caches = Caches(kind, torch.float16, kernel_device)
+    like = torch.float16, kernel_device
+    tokens, caches = Tokens(*like), Caches(kind, *like)
     caches.call([0, 0], tokens.part([0, 0], 30))
     monkeypatch.setattr(kvcache, "_check_values", lambda *_: None)  # which a GPU's calls leave out
     monkeypatch.setattr(kvcache, "_read", lambda *_: pytest.fail("a value is read"))
@@ -568,33 +548,29 @@ def test_a_step_reads_no_value(kind, kernel_device, monkeypatch):
     given = dict(phi_k=phi, phi_v=phi, backend="triton", flags=TRITON, cache_seqlens=lens)
     with NoReads():
         out = nsa_with_kvcache(**caches.all, **x, **caches.options, **SIZES, **given)
-    close(out, torch.stack([want[0, 30:33], want[1, 27:30]]), 6e-3)
+    close(out, rows(want, [30, 27], 3), 6e-3)
 
 
 @pytest.mark.kernel
 def test_a_graph_serves_every_length(cuda):
     """One captured call, replayed token by token over pages whose numbers change meanwhile."""
-    tokens = Tokens(torch.float16, "cuda")
-    caches = Caches("pages", torch.float16, "cuda")
+    tokens, caches = Tokens(torch.float16, "cuda"), Caches("pages", torch.float16, "cuda")
     want = tokens.expected()
     caches.call([0, 0], tokens.part([0, 0], 26))
     lens = torch.tensor([26, 26], dtype=torch.int32, device=cuda)
     x = tokens.part([26, 26], 1)
-    given = dict(phi_k=phi, phi_v=phi, cache_seqlens=lens, flags=TRITON)
-    step = lambda: nsa_with_kvcache(**caches.all, **x, **caches.options, **SIZES, **given)
-    side = torch.cuda.Stream()
+    given = dict(phi_k=phi, phi_v=phi, cache_seqlens=lens, flags=TRITON, **caches.options, **SIZES)
+    step = lambda **how: nsa_with_kvcache(**caches.all, **x, **given, **how)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
-    with (
-        pytest.raises(RuntimeError, match="inside a CUDA graph"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        nsa_with_kvcache(**caches.all, **x, **caches.options, **SIZES, **given, checked=True)
+    words = pytest.raises(RuntimeError, match="inside a CUDA graph")
+    with words, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        step(checked=True)
     for n in range(26, S):
         for name, now in tokens.part([n, n], 1).items():
             x[name].copy_(now)
@@ -610,6 +586,11 @@ def test_a_graph_serves_every_length(cuda):
         close(out, want[:, n : n + 1], 6e-3)
 
 
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.float64)
+
+
+SAME_PAGE = torch.tensor([[0, 1, 2, 3], [0, 1, 7, 8]])
 BAD = {  # what is changed of a good call, and what is told
     "length": (dict(lens=[30, 33]), "cache_seqlens must be from 0 to 32 .* 33 of sequence 1"),
     "negative": (dict(lens=[-1, 3]), "cache_seqlens must be from 0 to 32 .*, got -1 of sequence 0"),
@@ -618,20 +599,16 @@ BAD = {  # what is changed of a good call, and what is told
     "page": (dict(block_table=torch.full((2, 4), 11)), r"block_table must name pages from 0 to 10"),
     "negative page": (dict(block_table=torch.full((2, 4), -1)), r"block_table .*-1 at \[0, 0\]"),
     "table": (dict(block_table=torch.zeros(4).int()), r"block_table must be \[B, blocks\]"),
-    "same page": (
-        dict(block_table=torch.tensor([[0, 1, 2, 3], [0, 1, 7, 8]]), checked=True),
-        "block_table must not name a page twice that new tokens go to, got 0 for seq",
-    ),
+    "same page": (dict(block_table=SAME_PAGE, checked=True),
+                  "block_table must not name a page twice that new tokens go to, got 0 for seq"),
     "dtype": (dict(k_sel=torch.zeros(B, 32, G, DK)), "k_sel must have q's dtype torch.float64"),
-    "shape": (dict(v_win=torch.zeros(B, 3, G, DV).double()), r"v_win must be \[2, 32, 2, 24\]"),
+    "shape": (dict(v_win=zeros(B, 3, G, DV)), r"v_win must be \[2, 32, 2, 24\]"),
     "cache dtype": (dict(v_sel_cache=torch.zeros(11, PAGE, G, DV)), "v_sel_cache must have q's"),
-    "cache shape": (dict(k_win_cache=torch.zeros(3, PAGE, G, DK).double()), r"k_win_cache must be"),
-    "cmp pages": (dict(k_cmp_cache=torch.zeros(11, 3, G, DK).double()), "k_cmp_cache must be .11"),
-    "strides": (
-        dict(k_sel_cache=torch.zeros(11, G, PAGE, DK).double().transpose(1, 2)),
-        "k_sel_cache must be contiguous",
-    ),
-    "page size": (dict(k_sel_cache=torch.zeros(11, 6, G, DK).double()), "k_sel_cache must have p"),
+    "cache shape": (dict(k_win_cache=zeros(3, PAGE, G, DK)), r"k_win_cache must be"),
+    "cmp pages": (dict(k_cmp_cache=zeros(11, 3, G, DK)), "k_cmp_cache must be .11"),
+    "strides": (dict(k_sel_cache=zeros(11, G, PAGE, DK).transpose(1, 2)),
+                "k_sel_cache must be contiguous"),
+    "page size": (dict(k_sel_cache=zeros(11, 6, G, DK)), "k_sel_cache must have p"),
     "gates": (dict(gates=torch.zeros(B, 32, HQ, 2)), r"gates must be \[2, 32, 4, 3\]"),
     "one of two": (dict(v_raw=None), "v_raw must be given where k_sel is"),
     "value alone": (dict(k_sel=None), "v_sel goes with k_sel"),
@@ -640,10 +617,10 @@ BAD = {  # what is changed of a good call, and what is told
     "phi's shape": (dict(phi_k=lambda x: x), r"phi_k must make \[16, 1, 2, 16\]"),
     "both": (dict(k_cmp=torch.zeros(B, 1, G, DK)), "give either k_cmp and v_cmp or phi_k"),
     "q": (dict(q=torch.zeros(B, HQ, DK)), r"q must be \[B, T, HQ, Dk\]"),
-    "heads": (dict(q=torch.zeros(B, 32, 3, DK).double(), gates=torch.zeros(B, 32, 3, 3)), "HQ=3"),
-    "rotary": (dict(rotary_cos=torch.zeros(9, 8), rotary_sin=torch.zeros(9, 8)), "rotary_cos must"),
-    "one rotary": (dict(rotary_cos=torch.zeros(64, 8)), "rotary_cos and rotary_sin go together"),
-}
+    "heads": (dict(q=zeros(B, 32, 3, DK), gates=torch.zeros(B, 32, 3, 3)), "HQ=3"),
+    "rotary": (dict(rotary_cos=zeros(9, 8), rotary_sin=zeros(9, 8)), "rotary_cos must"),
+    "one rotary": (dict(rotary_cos=zeros(64, 8)), "rotary_cos and rotary_sin go together"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -663,28 +640,26 @@ def test_bad_input_names_the_argument(name):
 def test_static_caches_tell_bad_shapes():
     tokens, caches = Tokens(), Caches("static")
     few = caches.all["k_cmp_cache"][:, :3].contiguous()
-    with pytest.raises(ValueError, match="k_cmp_cache must hold the 15 compressed tokens of 64"):
-        caches.call([0, 0], tokens.part([0, 0], 1), k_cmp_cache=few)
-    with pytest.raises(ValueError, match="cache_seqlens must be from 2 to 64 for T=2"):
-        caches.call([64, 1], {n: x[:, :2] for n, x in tokens.data.items() if n in ("q", "gates")})
+    x = {n: tokens.data[n][:, :2] for n in ("q", "gates")}
+    assert_raises(
+        (ValueError, "k_cmp_cache must hold the 15 compressed tokens of 64",
+         lambda: caches.call([0, 0], tokens.part([0, 0], 1), k_cmp_cache=few)),
+        (ValueError, "cache_seqlens must be from 2 to 64 for T=2", lambda: caches.call([64, 1], x)),
+    )  # fmt: skip
 
 
 def test_bytes_per_token_are_those_of_the_caches():
     config = NSAConfig(dim=32, heads=4, groups=2, d_k=16, d_v=24, l=8, d=4, l_sel=16, w=20)
+    tell = kvcache.cache_bytes_per_token
 
-    def grown(make) -> float:
-        sizes = [sum(x.nbytes for x in make(n)) for n in (64, 128)]
-        return (sizes[1] - sizes[0]) / 64
-
-    def cache(n):
+    def size(n):
         one = NSACache(config, 1, n, dtype=torch.float16)
-        return [x for x in vars(one).values() if isinstance(x, Tensor) and x.ndim == 4]
+        return sum(x.nbytes for x in vars(one).values() if isinstance(x, Tensor) and x.ndim == 4)
 
-    pages = Caches("pages", torch.float32)
-    of_page = sum(x[0].nbytes for x in pages.all.values())
-    assert kvcache.cache_bytes_per_token(config, torch.float16) == grown(cache)
-    assert kvcache.cache_bytes_per_token(config, torch.float32, ring=False) == of_page / PAGE
-    with pytest.raises(TypeError, match="config must be an nsa.NSAConfig, got int"):
-        kvcache.cache_bytes_per_token(3)
-    with pytest.raises(TypeError, match="dtype must be a torch.dtype"):
-        kvcache.cache_bytes_per_token(config, "bf16")
+    of_page = sum(x[0].nbytes for x in Caches("pages", torch.float32).all.values())
+    assert tell(config, torch.float16) == (size(128) - size(64)) / 64
+    assert tell(config, torch.float32, ring=False) == of_page / PAGE
+    assert_raises(
+        (TypeError, "config must be an nsa.NSAConfig, got int", lambda: tell(3)),
+        (TypeError, "dtype must be a torch.dtype", lambda: tell(config, "bf16")),
+    )
