@@ -193,12 +193,9 @@ def test_a_planted_cheat_gets_no_number(case, status, says):
 
 
 def test_strongest_baseline_is_chosen():
-    def called(name):
-        return lambda: LAST.__setitem__(0, name)
-
-    clock = SimulatedClock({"a": 30.0, "b": 20.0, "c": 25.0})
-    case = planted(distinct=False)
-    turns = [Turns(case, Contender(n, called(n), "torch"), random.Random(0)) for n in "abc"]
+    clock, case = SimulatedClock({"a": 30.0, "b": 20.0, "c": 25.0}), planted(distinct=False)
+    base = lambda name: Contender(name, lambda: LAST.__setitem__(0, name), "torch")
+    turns = [Turns(case, base(name), random.Random(0)) for name in "abc"]
     assert strongest(clock, turns, cold=True).contender.name == "b"
 
 
@@ -412,8 +409,8 @@ def card_that_says(*reasons):
     """A card whose watch saw these reasons in the middle of the case."""
     quiet = {"sm_mhz": 1980, "power_w": 500.0, "temp_c": 50, "reasons": []}
     states = [quiet, {**quiet, "sm_mhz": 1200, "reasons": list(reasons)}, quiet]
-    return SimpleNamespace(watch=lambda: nullcontext(Watch(None, states=states)),
-                           nominal=lambda: Ceilings(4800.0, 989.0, "nominal"))  # fmt: skip
+    watch = lambda: nullcontext(Watch(None, states=states))
+    return SimpleNamespace(watch=watch, nominal=lambda: Ceilings(4800.0, 989.0, "nominal"))
 
 
 @pytest.mark.parametrize("reason", ["HwSlowdown", "HwThermal", "SwThermal", "HwPowerBrake"])
@@ -491,10 +488,13 @@ def test_the_median_interval_of_any_length_is_exact(n):
     assert stats.median_ci([3.0, 1.0, 2.0, 5.0, 4.0]) is None
 
 
-def test_a_ratios_interval_covers_95_percent():
+def test_a_ratios_interval_covers_95_percent_and_its_floor_counts_both_ways():
     """Ranks of a resampled median lie +-1.96 * sqrt(n) / 2 around the middle."""
     low, high = stats.bootstrap_ci(range(1, 402))
     assert (low, high) == pytest.approx((201 - 19.6, 201 + 19.6), abs=1.2)
+    assert stats.noise_floor([1.0, 1.002, 0.999]) == stats.LEAST_FLOOR
+    assert stats.noise_floor([0.95] * 20) == stats.noise_floor([1.05] * 20) == pytest.approx(0.05)
+    assert stats.noise_floor([1.0] * 90 + [0.9] * 10) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("samples, says", [
@@ -509,9 +509,3 @@ def test_what_does_not_settle_is_named(samples, says):
     why = stats.instability(samples, 0.5)
     assert (len(why) == 1 and why[0].startswith(says)) if says else not why, why
     assert stats.instability(samples, 200.0) == []  # what the clock cannot tell apart
-
-
-def test_the_noise_floor_counts_both_ways():
-    assert stats.noise_floor([1.0, 1.002, 0.999]) == stats.LEAST_FLOOR
-    assert stats.noise_floor([0.95] * 20) == stats.noise_floor([1.05] * 20) == pytest.approx(0.05)
-    assert stats.noise_floor([1.0] * 90 + [0.9] * 10) == pytest.approx(0.1)
