@@ -40,7 +40,7 @@ from nsa import NSAConfig, NSALanguageModel, oracle  # noqa: E402
 from nsa.compress import MLPCompression, mean_pool  # noqa: E402
 from nsa.generate import generate  # noqa: E402
 from nsa.integrations import vllm as integration  # noqa: E402
-from nsa.tests.helpers import randn  # noqa: E402
+from nsa.tests.helpers import assert_raises, randn  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 C = NSAConfig(
@@ -106,9 +106,14 @@ def test_classes_are_vllms(ours, base):
     assert len(compared) > 1
 
 
-def test_the_plugin_is_found_by_its_entry_point():
+def entry_point() -> str:
+    """Its line in pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text().partition('"vllm.general_plugins"]\n')[2]
-    name, value = text.splitlines()[0].split(" = ")
+    return text.splitlines()[0]
+
+
+def test_the_plugin_is_found_by_its_entry_point():
+    name, value = entry_point().split(" = ")
     assert name == "nsa"
     for _ in range(2):  # vLLM may load it in each of its processes, and again
         EntryPoint(name, json.loads(value), "vllm.general_plugins").load()()
@@ -208,28 +213,32 @@ def close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+def rows(want, lens, new):
+    """What is wanted of a batch whose request b goes from lens[b] - new[b] to lens[b] tokens."""
+    return torch.cat([x[n - T : n] for x, n, T in zip(want, lens, new, strict=False)])
+
+
 @pytest.mark.parametrize("phi", ["mean", "mlp"])
 def test_chunks_and_steps_of_requests(config, phi):
     """Requests come one after another, in chunks of any length beside others that decode."""
-    runner = Runner(config, 3, phi)
-    want, lens = runner.expected(), [0, 0, 0]
+    runner, lens = Runner(config, 3, phi), [0, 0, 0]
+    want = runner.expected()
     batches = [(30, 1, 0), (1, 20, 0), (1, 1, 33), (1, 1, 9), (1, 1, 1), (3, 3, 3), (1, 30, 17)]
     for new in [*batches, *[(1, 1, 1)] * 9]:
         lens = [n + T for n, T in zip(lens, new, strict=True)]
-        rows = [want[b, n - T : n] for b, (n, T) in enumerate(zip(lens, new, strict=True))]
-        close(runner.run(lens, list(new)), torch.cat(rows))
+        close(runner.run(lens, list(new)), rows(want, lens, new))
 
 
 def test_keys_lie_in_vllms_slots(config):
     """Where vLLM's own slot mapping has them, so that what it does by pages is right here."""
-    runner = Runner(config, 2)
-    common = runner.metadata([37, 21], [37, 21])
-    runner.run([37, 21], [37, 21])
+    runner, lens = Runner(config, 2), [37, 21]
+    slots = runner.metadata(lens, lens).slot_mapping
+    runner.run(lens, lens)
     for i, name in enumerate(("raw", "sel", "win")):
         for x in "kv":
             pages = runner.layer.pages[f"{x}_{name}"].kv_cache
-            new = torch.cat([runner.data[x][b, :n].chunk(3, 1)[i] for b, n in ((0, 37), (1, 21))])
-            assert torch.equal(pages.flatten(0, 1)[common.slot_mapping], new)
+            new = rows(runner.data[x], lens, lens).chunk(3, 1)[i]
+            assert torch.equal(pages.flatten(0, 1)[slots], new)
     untouched = sorted(set(range(PAGES)) - set(runner.table.flatten().tolist()))
     for pages in runner.layer.pages.values():  # a compressed row lies in a page of its request
         assert pages.kv_cache[untouched].isnan().all()
@@ -244,13 +253,13 @@ def test_shared_pages_and_refused_drafts(config):
     want = runner.expected()
     first = runner.metadata([70], [70], runner.table[:1])
     close(runner.step(first, [(0, t) for t in range(70)]), want[0, :70])
-    close(runner.run([71, 60], [1, 28]), torch.cat([want[0, 70:71], want[1, 32:60]]))
+    close(runner.run([71, 60], [1, 28]), rows(want, [71, 60], [1, 28]))
     refused = {name: x.clone() for name, x in runner.data.items()}
     for x in runner.data.values():
         x[:, 60:] = randn(*x[:, 60:].shape, seed=9, dtype=x.dtype)
     runner.run([75, 64], [4, 4])
     runner.data = refused
-    close(runner.run([73, 62], [2, 2]), torch.cat([want[0, 71:73], want[1, 60:62]]))
+    close(runner.run([73, 62], [2, 2]), rows(want, [73, 62], [2, 2]))
 
 
 def test_rows_that_pad_a_batch_write_to_the_null_block_alone(config):
@@ -269,14 +278,13 @@ def test_rows_that_pad_a_batch_write_to_the_null_block_alone(config):
     for n in (30, 31):
         common.seq_lens.copy_(torch.tensor([n + 1, n - 17, 0]))
         out = runner.step(captured, [(0, n), (1, n - 18), (0, 0)])
-        close(out[:2], torch.stack([want[0, n], want[1, n - 18]]))
+        close(out[:2], rows(want, [n + 1, n - 17], [1, 1]))
     for name, pages in runner.layer.pages.items():
         changed = (pages.kv_cache != before[name]) & ~(pages.kv_cache.isnan())
         got = set(changed.flatten(1).any(1).nonzero().flatten().tolist())
         assert got <= {0, int(runner.table[0, 1]), int(runner.table[1, 0])}
     eager = runner.metadata([33, 15, 0], [1, 1, 0], table)
-    out = runner.step(eager, [(0, 32), (1, 14)])
-    close(out, torch.stack([want[0, 32], want[1, 14]]))
+    close(runner.step(eager, [(0, 32), (1, 14)]), rows(want, [33, 15], [1, 1]))
 
 
 def test_without_metadata_nothing_is_attended(config):
@@ -302,55 +310,50 @@ def test_a_layer_refuses_what_nsa_lacks(name, value):
 
 def test_an_engine_is_refused_by_the_name_of_its_setting(config, monkeypatch):
     make = lambda: integration.NSALayer(C, None, None, vllm_config=config, prefix="layers.0")
-    for size in ("tensor", "pipeline", "decode_context", "prefill_context"):
-        name = f"{size}_parallel_size"
+    sizes = [f"{x}_parallel_size" for x in "tensor pipeline decode_context prefill_context".split()]
+    for owner, name, value, words in (
+        *((config.parallel_config, name, 2, f"{name} must be 1, got 2") for name in sizes),
+        (config, "kv_transfer_config", "some", "kv_transfer_config"),
+        (config, "quant_config", "some", "quantiz"),
+        (config.cache_config, "kv_cache_dtype_skip_layers", ["0"], "kv_cache_dtype_skip_layers"),
+        (os.environ, "VLLM_USE_BREAKABLE_CUDAGRAPH", "1", "VLLM_USE_BREAKABLE_CUDAGRAPH"),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(config.parallel_config, name, 2)
-            with pytest.raises(NotImplementedError, match=f"{name} must be 1, got 2"):
+            put = patch.setitem if owner is os.environ else patch.setattr
+            put(owner, name, value)
+            with pytest.raises(NotImplementedError, match=words):
                 make()
-    for name in ("kv_transfer_config", "quant_config"):
-        with monkeypatch.context() as patch:
-            patch.setattr(config, name, "some")
-            with pytest.raises(NotImplementedError, match=name.replace("quant_config", "quantiz")):
-                make()
-    with monkeypatch.context() as patch:
-        patch.setattr(config.cache_config, "kv_cache_dtype_skip_layers", ["0"])
-        with pytest.raises(NotImplementedError, match="kv_cache_dtype_skip_layers"):
-            make()
-    with monkeypatch.context() as patch:
-        patch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-        with pytest.raises(NotImplementedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH"):
-            make()
-    layer = make()
-    with pytest.raises(ValueError, match="'layers.0.k_cmp' twice"):
-        make()
+    layer, runner = make(), Runner(engine_config(config.model_config.model), 1)
     config.cache_config.block_size = 6
-    with pytest.raises(ValueError, match="multiple of the model's d=4, got 6"):
-        layer.pages["k_cmp"].get_kv_cache_spec(config)
-    runner = Runner(engine_config(config.model_config.model), 1)
-    common = runner.metadata([3], [3])
-    with pytest.raises(NotImplementedError, match="causal=False"):
-        runner.builder.build(0, common.replace(causal=False))
-    with pytest.raises(NotImplementedError, match="output_scale"):
-        runner.layer.impl.forward(*[None] * 7, torch.ones(1), gates=None)
+    common, build = runner.metadata([3], [3]), runner.builder.build
+    assert_raises(
+        (ValueError, "'layers.0.k_cmp' twice", make),
+        (ValueError, "multiple of the model's d=4, got 6",
+         lambda: layer.pages["k_cmp"].get_kv_cache_spec(config)),
+        (NotImplementedError, "causal=False", lambda: build(0, common.replace(causal=False))),
+        (NotImplementedError, "output_scale",
+         lambda: runner.layer.impl.forward(*[None] * 7, torch.ones(1), gates=None)),
+    )  # fmt: skip
 
 
 def test_layers_of_a_dense_model_cannot_choose_it():
+    no = ("use_mla", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales")
+    yes = ("has_sink", "has_sliding_window", "use_kv_connector")
     reasons = integration.NSABackend.validate_configuration(
-        head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16, use_mla=False,
-        has_sink=True, use_sparse=False, use_mm_prefix=False, use_per_head_quant_scales=False,
-        device_capability=None, attn_type="decoder", has_sliding_window=True,
-        use_kv_connector=True,
+        head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16,
+        device_capability=None, attn_type="decoder", **dict.fromkeys(no, False),
+        **dict.fromkeys(yes, True),
     )  # fmt: skip
     for reason in ("block_size", "non-sparse", "sinks", "sliding window", "KV connector"):
         assert any(reason in x for x in reasons), reason
 
 
 def test_what_is_no_such_model_is_not_saved(tmp_path):
-    with pytest.raises(TypeError, match="NSALanguageModel, got Linear"):
-        integration.save_for_vllm(torch.nn.Linear(2, 2), tmp_path, max_len=9)
-    with pytest.raises(ValueError, match="max_len must be at least 1, got 0"):
-        integration.save_for_vllm(make_model(), tmp_path, max_len=0)
+    save = lambda model, n: lambda: integration.save_for_vllm(model, tmp_path, max_len=n)
+    assert_raises(
+        (TypeError, "NSALanguageModel, got Linear", save(torch.nn.Linear(2, 2), 9)),
+        (ValueError, "max_len must be at least 1, got 0", save(make_model(), 0)),
+    )
 
 
 # ---- the engine ----------------------------------------------------------------------------------
@@ -387,11 +390,8 @@ def serve(folder: str, **settings) -> None:
     from vllm import LLM, SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    preempted, preempt = [], Scheduler._preempt_request
-    Scheduler._preempt_request = lambda *args, **named: (
-        preempted.append(1),
-        preempt(*args, **named),
-    )[1]
+    preempted, real = [], Scheduler._preempt_request
+    Scheduler._preempt_request = lambda *a, **how: (preempted.append(1), real(*a, **how))[1]
     llm = LLM(
         folder, skip_tokenizer_init=True, max_num_batched_tokens=64, max_num_seqs=3, seed=0,
         **{"enforce_eager": True, **settings},
@@ -403,82 +403,67 @@ def serve(folder: str, **settings) -> None:
     print("SERVED", json.dumps([tokens, outs[-1].num_cached_tokens, len(preempted)]))
 
 
+FEW = {"num_gpu_blocks_override": 5, "block_size": 64}  # 4 pages and vLLM's null block
+
+
+def check_counts(tokens, cached, preempted, few):
+    """With few pages requests are preempted and computed anew, else the last prompt's begin is
+    cached. Many a fault would give the same token again and again."""
+    assert len({x for got in tokens for x in got}) > 9
+    assert (cached == 128 or few) and (preempted > 0) == few
+
+
 @pytest.mark.parametrize("settings, ours", [
-    pytest.param({"dtype": "float32"}, "auto", id="fp32"),
-    pytest.param({"dtype": "float32", "kv_cache_dtype": "fp8"}, "fp8_e4m3", id="fp8"),
-    # 4 pages and vLLM's null block: requests are preempted, and computed anew.
-    pytest.param(
-        {"dtype": "float32", "num_gpu_blocks_override": 5, "block_size": 64},
-        "auto",
-        id="few-pages",
-    ),
-])  # fmt: skip
+    ({}, "auto"), ({"kv_cache_dtype": "fp8"}, "fp8_e4m3"), (FEW, "auto"),
+], ids=["fp32", "fp8", "few-pages"])  # fmt: skip
 def test_the_engine_makes_the_tokens_of_generate(folder, tmp_path, settings, ours):
     env = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    tokens, cached, preempted = served(folder, tmp_path, settings, env)
+    found = served(folder, tmp_path, {"dtype": "float32", **settings}, env)
     model = make_model()
-    for prompt, got in zip(prompts(), tokens, strict=True):
+    for prompt, got in zip(prompts(), found[0], strict=True):
         want = generate(model, torch.tensor([prompt]), 24, kv_cache_dtype=ours)
         assert got == want.tokens[0, len(prompt) :].tolist()
-    assert len({x for got in tokens for x in got}) > 9  # else many a fault would give the same
-    few = "num_gpu_blocks_override" in settings
-    assert cached == 128 or few
-    assert (preempted > 0) == few
+    check_counts(*found, settings is FEW)
 
 
-GRAPHS = {
-    "enforce_eager": False,
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-}
+COMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+GRAPHS = {"enforce_eager": False, "compilation_config": COMPILED}
 
 
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("runner", ["0", "1"])  # vLLM's older and its second model runner
 @pytest.mark.parametrize("settings, allowed", [
-    pytest.param({}, 0.01, id="eager"), pytest.param(GRAPHS, 0.01, id="graphs"),
-    pytest.param({"kv_cache_dtype": "fp8", **GRAPHS}, 0.3, id="fp8"),
-    pytest.param({"num_gpu_blocks_override": 5}, 0.01, id="few-pages"),
-])  # fmt: skip
+    ({}, 0.01), (GRAPHS, 0.01), ({"kv_cache_dtype": "fp8", **GRAPHS}, 0.3), (FEW, 0.01),
+], ids=["eager", "graphs", "fp8", "few-pages"])  # fmt: skip
 def test_the_engine_on_a_card(tmp_path, settings, allowed, runner):
     """No token's logit is below the largest of one forward by more than rounding explains."""
     model = make_model(CARD).half().cuda()
     integration.save_for_vllm(model, tmp_path / "model", max_len=256)
+    few = settings is FEW
     settings = {"dtype": "float16", "block_size": 64, **settings}
     settings |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 28}
-    env = {
-        "VLLM_TARGET_DEVICE": "cuda",
-        "VLLM_USE_V2_MODEL_RUNNER": runner,
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    }
-    tokens, cached, preempted = served(tmp_path / "model", tmp_path, settings, env)
-    for prompt, got in zip(prompts(), tokens, strict=True):
+    env = dict(VLLM_TARGET_DEVICE="cuda", VLLM_USE_V2_MODEL_RUNNER=runner)
+    env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    found = served(tmp_path / "model", tmp_path, settings, env)
+    for prompt, got in zip(prompts(), found[0], strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + got], device="cuda"))[0, len(prompt) - 1 : -1]
         chosen = logits.gather(-1, torch.tensor(got, device="cuda")[:, None])[:, 0]
         behind = (logits.amax(-1) - chosen).max() / logits.abs().max()
         assert behind <= allowed, (prompt[:3], behind)
-    assert len({x for got in tokens for x in got}) > 9
-    few = "num_gpu_blocks_override" in settings
-    assert cached == 128 or few
-    assert (preempted > 0) == few
+    check_counts(*found, few)
 
 
 def served(folder, tmp_path, settings, env):
     """What serve() prints, of a process of its own that finds the plugin by its entry point."""
     info = tmp_path / "nsa_plugin-0.dist-info"  # as an installed nsa has it
     info.mkdir()
-    text = (ROOT / "pyproject.toml").read_text().partition('"vllm.general_plugins"]\n')[2]
-    entry = text.splitlines()[0].replace('"', "")
+    entry = entry_point().replace('"', "")
     (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nsa-plugin\nVersion: 0\n")
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")]),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-        **env,
-    }
+    path = os.pathsep.join([str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     call = f"from nsa.tests.test_vllm import serve; serve({str(folder)!r}, **{settings})"
     done = subprocess.run(
         [sys.executable, "-c", call], capture_output=True, text=True, env=env, timeout=900
