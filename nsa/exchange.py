@@ -7,7 +7,7 @@ An exchange that fails is ExchangeFailed on every rank that is left.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -115,41 +115,9 @@ def finish(pending: Pending) -> Tensor:
     return out
 
 
-def _sum_gradients(ctx, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Gradients [W, ..] of what every rank gave, summed for what this rank gave: [1, ..]."""
-    pending = [
-        None if grad is None else reduce_scatter(grad, ctx.group, f"the gradient of {name}")
-        for name, grad in zip(ctx.names, grads, strict=True)
-    ]
-    return [
-        None if p is None else finish(p).to(dtype)
-        for p, dtype in zip(pending, ctx.dtypes, strict=True)
-    ]
-
-
-class Gather(torch.autograd.Function):
-    """Gather several tensors in one node, whose backward meets on all ranks in the same order.
-
-    apply(group, names, pending, *tensors): tensors [1, ..] -> [W, ..] each. The results may not be
-    read before finish() of what lands in `pending`.
-    """
-
-    @staticmethod
-    def forward(ctx, group, names, pending, *tensors):
-        ctx.group, ctx.names = group, names
-        ctx.dtypes = [x.dtype for x in tensors]
-        pending.extend(all_gather(x, group, name) for name, x in zip(names, tensors, strict=True))
-        return tuple(out for out, _, _ in pending)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        needed = zip(grads, ctx.needs_input_grad[3:], strict=True)
-        sums = _sum_gradients(ctx, (grad if need else None for grad, need in needed))
-        return (None, None, None, *sums)
-
-
 class GatherInOrder(torch.autograd.Function):
-    """Whole sequences of what ranks hold two chunks of: [B, 2c, G, D] -> [B, S, G, D] each.
+    """Whole sequences of what ranks hold two chunks of: [B, 2c, G, D] -> [B, S, G, D] each, in one
+    node, whose backward meets on all ranks in the same order.
 
     apply(group, names, landings, *tensors). The results hold nothing before land() of `landings`.
     """
@@ -166,12 +134,18 @@ class GatherInOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        chunks = 2 * ctx.group.size()
-        needed = zip(grads, ctx.needs_input_grad[3:], strict=True)
-        sums = _sum_gradients(ctx, (
-            by_rank(grad.unflatten(1, (chunks, -1)), 1) if need else None for grad, need in needed
-        ))  # fmt: skip
-        return (None, None, None, *(None if x is None else x[0].flatten(1, 2) for x in sums))
+        pending = [
+            reduce_scatter(
+                by_rank(grad.unflatten(1, (2 * ctx.group.size(), -1)), 1), ctx.group,
+                f"the gradient of {name}",
+            ) if need else None
+            for name, grad, need in zip(ctx.names, grads, ctx.needs_input_grad[3:], strict=True)
+        ]  # fmt: skip
+        sums = [
+            None if p is None else finish(p).to(dtype)[0].flatten(1, 2)
+            for p, dtype in zip(pending, ctx.dtypes, strict=True)
+        ]
+        return (None, None, None, *sums)
 
 
 @torch.no_grad()

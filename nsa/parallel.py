@@ -245,13 +245,14 @@ def _parallel(
     tail = min(window - 1, c)
 
     # Edges first: phi needs the first l - d tokens of the next chunk.
-    cut = [exchange.halves(x)[:, :, :, : l - d] for x in (k_cmp, v_cmp)]
-    cut += [exchange.halves(x)[:, :, :, c - tail :] for x in (k_win, v_win)]
-    pending: list[exchange.Pending] = []
-    gathered = exchange.Gather.apply(group, ("k_cmp", "v_cmp", "k_win", "v_win"), pending, *cut)
-    for edge in pending:
-        exchange.finish(edge)
-    heads_k, heads_v, tails_k, tails_v = (exchange.in_order(x, 1) for x in gathered)
+    edge = lambda x, part: x.unflatten(1, (2, -1))[:, :, part].flatten(1, 2)
+    cut = [edge(x, slice(l - d)) for x in (k_cmp, v_cmp)]
+    cut += [edge(x, slice(c - tail, None)) for x in (k_win, v_win)]
+    landings: list[exchange.Landing] = []
+    names = [f"{x}_{branch}" for branch in ("cmp", "win") for x in "kv"]
+    edges = exchange.GatherInOrder.apply(group, names, landings, *cut)
+    exchange.land(landings)
+    heads_k, heads_v, tails_k, tails_v = (x.unflatten(1, (2 * world, -1)) for x in edges)
 
     mine = chunks_of(rank, world)
     compressed: list[Tensor] = []
@@ -281,8 +282,7 @@ def _parallel(
         if any(row != every[0] for row in every):
             raise ValueError("ranks must agree on whether phi_k and phi_v have gradients")
     small: list[exchange.Landing] = []
-    landings: list[exchange.Landing] = []
-    names = "compressed k", "compressed v"
+    names = ["compressed k", "compressed v"]
     k_all, v_all = exchange.GatherInOrder.apply(group, names, small, *compressed)
     k_far, v_far = exchange.GatherInOrder.apply(group, ("k_sel", "v_sel"), landings, k_sel, v_sel)
     with selection_waits(lambda: exchange.land(landings)):
