@@ -64,8 +64,8 @@ def _hook(metadata: Any, *_: Any) -> None:
                 recording._add(name)
 
 
-def _compiled_triton() -> Any | None:
-    """Triton's runtime knobs when kernels are compiled for a CUDA device, else None."""
+def _hooks() -> Any:
+    """Triton's chain of launch hooks when kernels are compiled for a CUDA device, else None."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None
@@ -73,48 +73,24 @@ def _compiled_triton() -> Any | None:
         from triton import knobs
     except ImportError:
         return None
-    runtime = knobs.runtime
-    return None if runtime.interpret or not hasattr(runtime, "launch_enter_hook") else runtime
-
-
-@contextlib.contextmanager
-def _installed(runtime: Any) -> Iterator[None]:
-    hook = runtime.launch_enter_hook
-    if hasattr(hook, "add") and hasattr(hook, "calls"):  # a chain of hooks
-        nested = _hook in hook.calls
-        hook.add(_hook)
-        try:
-            yield
-        finally:
-            if not nested:
-                hook.remove(_hook)
-        return
-    if hook is _hook:  # a single slot that an outer recording already took
-        yield
-        return
-
-    def both(metadata: Any, *args: Any) -> None:
-        _hook(metadata)
-        hook(metadata, *args)
-
-    runtime.launch_enter_hook = _hook if hook is None else both
-    try:
-        yield
-    finally:
-        runtime.launch_enter_hook = hook
+    hooks = knobs.runtime.launch_enter_hook  # where a profiler put its own there, launchers count
+    return hooks if hasattr(hooks, "calls") and not knobs.runtime.interpret else None
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
     """Yield a dict that fills with kernel name -> launches made inside the block."""
-    result = Recording()
-    runtime = _compiled_triton()
-    with _installed(runtime) if runtime is not None else contextlib.nullcontext():
-        result.source = "launcher" if runtime is None else "hook"
+    result, hooks = Recording(), _hooks()
+    result.source = "launcher" if hooks is None else "hook"
+    outermost = hooks is not None and _hook not in hooks.calls
+    if outermost:
+        hooks.add(_hook)
+    with _lock:
+        _active.append(result)
+    try:
+        yield result
+    finally:
         with _lock:
-            _active.append(result)
-        try:
-            yield result
-        finally:
-            with _lock:
-                _active[:] = [r for r in _active if r is not result]
+            _active[:] = [r for r in _active if r is not result]
+        if outermost:
+            hooks.remove(_hook)

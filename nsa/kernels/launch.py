@@ -341,12 +341,8 @@ def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple[tuple | N
 
 def hooked() -> bool:
     """Does a profiler wait for Triton's launches?"""
-    runtime = knobs.runtime
-    return _waits(runtime.launch_enter_hook) or _waits(runtime.launch_exit_hook)
-
-
-def _waits(hook: Any) -> bool:
-    return hook is not None and bool(getattr(hook, "calls", True))
+    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
 def by_layout(
