@@ -1,7 +1,7 @@
 """What each route calls for each branch: SELECTED[route](args, flags) and so on.
 
 Arguments come checked from nsa/attention.py. Packed sequences (args["cu_seqlens"]) go to kernels
-as they are; the PyTorch rungs take them one by one. Kernels are imported here and nowhere earlier.
+as they are; the PyTorch rungs take them one by one. What needs Triton is imported in the calls.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from nsa import log, reference, rotary, select
 from nsa.blocks import cu_seqlens_compressed, num_compressed
 from nsa.cache import BranchKV
 from nsa.flags import Flags
+from nsa.kernels import fa2, sdpa  # which need no Triton
 from nsa.layouts import token_positions
 from nsa.routes import Route
 
 Args = dict[str, Any]
+Rung = Callable[[Args, Flags], Any]
 
 
 def _only(args: Args, *names: str) -> Args:
@@ -59,6 +61,13 @@ def _each_sequence(args: Args, run: Callable[[Args], Any], fill: float = 0) -> A
         outs, lses = zip(*parts, strict=True)
         return joined(outs, fill), joined(lses, -math.inf)
     return joined(parts, fill)
+
+
+def _by_sequence(run: Callable[..., Any], *names: str, fill: float = 0) -> Rung:
+    """The rung that calls run(q, k, v) with the arguments `names` for each packed sequence."""
+    return lambda args, flags: _each_sequence(
+        args, lambda a: run(a["q"], a["k"], a["v"], **_only(a, *names)), fill
+    )
 
 
 def _packed(args: Args, *names: str) -> Args:
@@ -105,22 +114,8 @@ Selected = Tensor | tuple[Tensor, Tensor]  # out, and lse where args["return_lse
 
 
 def _selected(run: Callable[..., Selected], args: Args, **more: Any) -> Selected:
-    return _each_sequence(
-        args,
-        lambda a: run(
-            a["q"], a["k"], a["v"], _ranges(a), **_only(a, "softmax_scale", "return_lse"), **more
-        ),
-    )
-
-
-def _selected_reference(args: Args, flags: Flags) -> Selected:
-    return _selected(reference.selection_attention, args)
-
-
-def _selected_sdpa(args: Args, flags: Flags) -> Selected:
-    from nsa.kernels.sdpa import selection_sdpa
-
-    return _selected(selection_sdpa, args, flags=flags)
+    how = _only(args, "softmax_scale", "return_lse")
+    return _each_sequence(args, lambda a: run(a["q"], a["k"], a["v"], _ranges(a), **how, **more))
 
 
 def _selected_triton(args: Args, flags: Flags) -> Selected:
@@ -192,24 +187,10 @@ def selected_again(args: Args, flags: Flags) -> Callable[..., Selected | None] |
 # ---- compressed ----------------------------------------------------------------------------------
 
 
-def _compressed(run: Callable[..., Any]) -> Callable[[Args], Any]:
-    return lambda a: run(a["q"], a["k"], a["v"], **_only(a, "l", "d", "softmax_scale", "q_start"))
-
-
-def _compressed_reference(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
-    return _each_sequence(args, _compressed(reference.compressed_attention))
-
-
-def _compressed_sdpa(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
-    from nsa.kernels.sdpa import compressed_sdpa
-
-    return _each_sequence(args, _compressed(compressed_sdpa))
-
-
-def _fa2(run: Callable[..., Any], args: Args, flags: Flags, *names: str) -> Any:
+def _fa2(run: Callable[..., Any], names: tuple[str, ...], args: Args, flags: Flags) -> Any:
     """Packed sequences in one varlen call, unless the dense form is forced."""
     form = "varlen" if flags.fa2_force_varlen else "dense" if flags.fa2_force_dense else "auto"
-    names = (*names, "softmax_scale", "q_start", "cu_seqlens", "max_seqlen")
+    names = (*names, "cu_seqlens", "max_seqlen")
 
     def one(a: Args) -> Any:
         result = run(a["q"], a["k"], a["v"], form=form, **_only(a, *names))
@@ -223,10 +204,8 @@ def _fa2(run: Callable[..., Any], args: Args, flags: Flags, *names: str) -> Any:
     return one(args)
 
 
-def _compressed_fa2(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
-    from nsa.kernels.fa2 import compressed_fa2
-
-    return _fa2(compressed_fa2, args, flags, "l", "d")
+_COMPRESSED = ("l", "d", "softmax_scale", "q_start")
+_compressed_fa2 = functools.partial(_fa2, fa2.compressed_fa2, _COMPRESSED)
 
 
 def _compressed_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
@@ -240,24 +219,8 @@ def _compressed_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
 # ---- sliding -------------------------------------------------------------------------------------
 
 
-def _sliding(run: Callable[..., Tensor]) -> Callable[[Args], Any]:
-    return lambda a: run(a["q"], a["k"], a["v"], **_only(a, "window", "softmax_scale", "q_start"))
-
-
-def _sliding_reference(args: Args, flags: Flags) -> Tensor:
-    return _each_sequence(args, _sliding(reference.sliding_attention))
-
-
-def _sliding_sdpa(args: Args, flags: Flags) -> Tensor:
-    from nsa.kernels.sdpa import sliding_sdpa
-
-    return _each_sequence(args, _sliding(sliding_sdpa))
-
-
-def _sliding_fa2(args: Args, flags: Flags) -> Tensor:
-    from nsa.kernels.fa2 import sliding_fa2
-
-    return _fa2(sliding_fa2, args, flags, "window")
+_SLIDING = ("window", "softmax_scale", "q_start")
+_sliding_fa2 = functools.partial(_fa2, fa2.sliding_fa2, _SLIDING)
 
 
 def _sliding_triton(args: Args, flags: Flags) -> Tensor:
@@ -272,12 +235,6 @@ def _sliding_triton(args: Args, flags: Flags) -> Tensor:
 # ---- the choice of blocks ------------------------------------------------------------------------
 
 _SELECT = ("l", "d", "l_sel", "n_sel", "n_init", "n_local", "softmax_scale")
-
-
-def _blocks_reference(args: Args, flags: Flags) -> Tensor:
-    return _each_sequence(
-        args, lambda a: select.select_blocks(a["q"], a["k"], **_only(a, *_SELECT, "q_start")), -1
-    )
 
 
 def _blocks_triton(args: Args, flags: Flags) -> Tensor:
@@ -296,10 +253,6 @@ def _blocks_triton(args: Args, flags: Flags) -> Tensor:
 
 
 # ---- the rotary turn of the projections ----------------------------------------------------------
-
-
-def _turn_reference(args: Args, flags: Flags) -> tuple[Tensor, BranchKV]:
-    return rotary.split_turned(args["qkv"], args["positions"], args["config"])
 
 
 def _turn_triton(args: Args, flags: Flags) -> tuple[Tensor, BranchKV]:
@@ -361,22 +314,30 @@ def step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     return out, block_indices
 
 
-SELECTED = {
+SELECTED: dict[Route, Rung] = {
     Route.TRITON: _selected_triton,
-    Route.SDPA: _selected_sdpa,
-    Route.REFERENCE: _selected_reference,
+    Route.SDPA: lambda args, flags: _selected(sdpa.selection_sdpa, args, flags=flags),
+    Route.REFERENCE: lambda args, flags: _selected(reference.selection_attention, args),
 }
-COMPRESSED = {
+COMPRESSED: dict[Route, Rung] = {
     Route.FA2: _compressed_fa2,
     Route.TRITON: _compressed_triton,
-    Route.SDPA: _compressed_sdpa,
-    Route.REFERENCE: _compressed_reference,
+    Route.SDPA: _by_sequence(sdpa.compressed_sdpa, *_COMPRESSED),
+    Route.REFERENCE: _by_sequence(reference.compressed_attention, *_COMPRESSED),
 }
-SLIDING = {
+SLIDING: dict[Route, Rung] = {
     Route.FA2: _sliding_fa2,
     Route.TRITON: _sliding_triton,
-    Route.SDPA: _sliding_sdpa,
-    Route.REFERENCE: _sliding_reference,
+    Route.SDPA: _by_sequence(sdpa.sliding_sdpa, *_SLIDING),
+    Route.REFERENCE: _by_sequence(reference.sliding_attention, *_SLIDING),
 }
-BLOCKS = {Route.TRITON: _blocks_triton, Route.REFERENCE: _blocks_reference}
-TURN = {Route.TRITON: _turn_triton, Route.REFERENCE: _turn_reference}
+BLOCKS: dict[Route, Rung] = {
+    Route.TRITON: _blocks_triton,
+    Route.REFERENCE: _by_sequence(
+        lambda q, k, v, **how: select.select_blocks(q, k, **how), *_SELECT, "q_start", fill=-1
+    ),
+}
+TURN: dict[Route, Rung] = {
+    Route.TRITON: _turn_triton,
+    Route.REFERENCE: lambda args, flags: rotary.split_turned(**args),
+}
