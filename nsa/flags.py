@@ -68,8 +68,12 @@ def _parse_limit(text: str) -> int | None:
     return None if text.strip().lower() in ("", "none") else _parse_count(text)
 
 
-def _flag(env: str, parse: Any, default: Any, doc: str, *, alias: str | None = None) -> Any:
-    return field(default=default, metadata={"env": env, "parse": parse, "doc": doc, "alias": alias})
+_PARSERS = {bool: _parse_bool, int: _parse_count}  # by the type of the default
+
+
+def _flag(default: Any, doc: str, parse: Any = None, *, alias: str | None = None) -> Any:
+    parse = parse or _PARSERS[type(default)]
+    return field(default=default, metadata={"parse": parse, "doc": doc, "alias": alias})
 
 
 @dataclass(frozen=True)
@@ -81,90 +85,49 @@ class Flags:
     """
 
     use_triton_sel: bool | None = _flag(
-        "NSA_USE_TRITON_SEL", _parse_switch, None,
-        "kernels (Triton, Gluon, CUDA C++): auto or 1, wherever they serve; 0, nowhere",
+        None, "kernels (Triton, Gluon, CUDA C++): auto or 1, wherever they serve; 0, nowhere",
+        _parse_switch,
     )  # fmt: skip
-    triton_sel_force: bool = _flag(
-        "NSA_TRITON_SEL_FORCE", _parse_bool, False, "override the SM 8.9 policy; experiments only"
-    )
+    triton_sel_force: bool = _flag(False, "override the SM 8.9 policy; experiments only")
     sel_triton_allow_grad: bool | None = _flag(
-        "NSA_SEL_TRITON_ALLOW_GRAD", _parse_switch, None,
-        "the kernels' backward: auto or 1, as the forward; 0, calls that need a gradient take "
-        "PyTorch",
+        None, "the kernels' backward: auto or 1, as the forward; 0, calls that need a gradient "
+        "take PyTorch", _parse_switch,
     )  # fmt: skip
     sel_triton_min_L: int | None = _flag(
-        "NSA_SEL_TRITON_MIN_L", _parse_threshold, None,
-        "least selected length of a row for Triton instead of packed SDPA, where "
-        "selection_attention is called alone; auto: 64, on SM 8.9 4096",
+        None, "least selected length of a row for Triton instead of packed SDPA, where "
+        "selection_attention is called alone; auto: 64, on SM 8.9 4096", _parse_threshold,
     )  # fmt: skip
     sel_triton_group: bool = _flag(
-        "NSA_SEL_TRITON_GROUP", _parse_bool, False,
-        "group-centric kernels: one program serves all heads of a KV group",
-    )  # fmt: skip
-    sel_triton_block_d: int | None = _flag(
-        "NSA_SEL_TRITON_BLOCK_D", _parse_tile, None, "tile over Dk, or auto"
+        False, "group-centric kernels: one program serves all heads of a KV group"
     )
-    sel_triton_block_l: int | None = _flag(
-        "NSA_SEL_TRITON_BLOCK_L", _parse_tile, None, "tile over keys, or auto"
-    )
-    sel_triton_block_dv: int | None = _flag(
-        "NSA_SEL_TRITON_BLOCK_DV", _parse_tile, None, "tile over Dv, or auto"
-    )
+    sel_triton_block_d: int | None = _flag(None, "tile over Dk, or auto", _parse_tile)
+    sel_triton_block_l: int | None = _flag(None, "tile over keys, or auto", _parse_tile)
+    sel_triton_block_dv: int | None = _flag(None, "tile over Dv, or auto", _parse_tile)
     use_gluon: bool = _flag(
-        "NSA_USE_GLUON", _parse_bool, True,
-        "Gluon kernels where SM and Triton are ones that they were run with, else Triton's",
-    )  # fmt: skip
+        True, "Gluon kernels where SM and Triton are ones that they were run with, else Triton's"
+    )
     use_cluster: bool = _flag(
-        "NSA_USE_CLUSTER", _parse_bool, True,
-        "decode steps by thread block clusters where SM and sizes allow, else Triton's",
-    )  # fmt: skip
-    use_sel_pack: bool = _flag(
-        "NSA_USE_SEL_PACK", _parse_bool, True, "packed SDPA is the selection fallback"
+        True, "decode steps by thread block clusters where SM and sizes allow, else Triton's"
     )
-    force_parity: bool = _flag(
-        "NSA_FORCE_PARITY", _parse_bool, False, "reference path only: no Triton, no FA-2, no SDPA"
-    )
-    use_fa2: bool = _flag(
-        "NSA_USE_FA2", _parse_bool, False, "FA-2 for the sliding and compressed branches"
-    )
-    fa2_min_len_win: int = _flag(
-        "NSA_FA2_MIN_LEN_WIN", _parse_count, 16, "shorter sliding key lengths do not use FA-2"
-    )
-    fa2_min_len_cmp: int = _flag(
-        "NSA_FA2_MIN_LEN_CMP", _parse_count, 16, "shorter compressed key lengths do not use FA-2"
-    )
-    fa2_force_varlen: bool = _flag(
-        "NSA_FA2_FORCE_VARLEN", _parse_bool, False, "always the varlen FA-2 path (debug)"
-    )
-    fa2_force_dense: bool = _flag(
-        "NSA_FA2_FORCE_DENSE", _parse_bool, False, "always the dense FA-2 path (debug)"
-    )
-    debug_timing: bool = _flag(
-        "NSA_DEBUG_TIMING", _parse_bool, False, "log bucket and packing times and path decisions"
-    )
-    debug_shapes: bool = _flag("NSA_DEBUG_SHAPES", _parse_bool, False, "log shapes and strides")
-    debug_compare: bool = _flag(
-        "NSA_DEBUG_COMPARE", _parse_bool, False, "log the error against the reference (slow)"
-    )
+    use_sel_pack: bool = _flag(True, "packed SDPA is the selection fallback")
+    force_parity: bool = _flag(False, "reference path only: no Triton, no FA-2, no SDPA")
+    use_fa2: bool = _flag(False, "FA-2 for the sliding and compressed branches")
+    fa2_min_len_win: int = _flag(16, "shorter sliding key lengths do not use FA-2")
+    fa2_min_len_cmp: int = _flag(16, "shorter compressed key lengths do not use FA-2")
+    fa2_force_varlen: bool = _flag(False, "always the varlen FA-2 path (debug)")
+    fa2_force_dense: bool = _flag(False, "always the dense FA-2 path (debug)")
+    debug_timing: bool = _flag(False, "log bucket and packing times and path decisions")
+    debug_shapes: bool = _flag(False, "log shapes and strides")
+    debug_compare: bool = _flag(False, "log the error against the reference (slow)")
     debug_log: bool = _flag(
-        "NSA_DEBUG_LOG",
-        _parse_bool,
         False,
         "log device, fallbacks with their reason and reads: sel.triton.*, fa2.* and the like",
         alias="NSA_DEBUG_TRITON",
     )
-    log_limit: int | None = _flag(
-        "NSA_LOG_LIMIT", _parse_limit, None, "cap on repeats of a log tag, or none"
-    )
-    test_triton_sel: bool = _flag(
-        "NSA_TEST_TRITON_SEL", _parse_bool, False, "Triton GPU tests must run: a skip is a failure"
-    )
-    test_fa2: bool = _flag(
-        "NSA_TEST_FA2", _parse_bool, False, "FA-2 GPU tests must run: a skip is a failure"
-    )
-    test_train: bool = _flag(
-        "NSA_TEST_TRAIN", _parse_bool, False, "training GPU tests must run: a skip is a failure"
-    )
+    log_limit: int | None = _flag(None, "cap on repeats of a log tag, or none", _parse_limit)
+    test_triton_sel: bool = _flag(False, "Triton GPU tests must run: a skip is a failure")
+    test_fa2: bool = _flag(False, "FA-2 GPU tests must run: a skip is a failure")
+    test_train: bool = _flag(False, "training GPU tests must run: a skip is a failure")
     # Field -> (value, where from_env() found it).
     sources: Mapping[str, tuple[Any, str]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -213,14 +176,12 @@ class Flags:
         values, sources = _runtime_values(path, device_name)
         for f in flag_fields():
             seen: dict[str, Any] = {}
-            for name in filter(None, (f.metadata["env"], f.metadata["alias"])):
-                text = env.get(name)
-                if text is None:
-                    continue
+            for name in variables(f):
                 try:
-                    seen[name] = f.metadata["parse"](text)
+                    if name in env:
+                        seen[name] = f.metadata["parse"](env[name])
                 except ValueError as e:
-                    raise ValueError(f"{name} must be {e}, got {_short(text)}") from None
+                    raise ValueError(f"{name} must be {e}, got {_short(env[name])}") from None
             if seen:  # a flag and its alias: either one suffices
                 values[f.name] = any(seen.values()) if len(seen) > 1 else next(iter(seen.values()))
                 sources[f.name] = (values[f.name], "env " + "+".join(seen))
@@ -240,30 +201,33 @@ class Flags:
         rows = []
         for f in flag_fields():
             value, source = getattr(self, f.name), self.source(f.name)
-            for name in filter(None, (f.metadata["env"], f.metadata["alias"])):
-                shown = "auto" if value is None and f.name != "log_limit" else value
-                rows.append({"name": name, "value": shown, "source": source})
+            shown = "auto" if value is None and f.name != "log_limit" else value
+            rows += [{"name": name, "value": shown, "source": source} for name in variables(f)]
         return rows
 
 
 def flag_fields() -> tuple[dataclasses.Field, ...]:
-    """The dataclass fields that are flags; field.metadata holds env, alias and doc."""
-    return tuple(f for f in dataclasses.fields(Flags) if "env" in f.metadata)
+    """The dataclass fields that are flags; field.metadata holds parse, doc and alias."""
+    return tuple(f for f in dataclasses.fields(Flags) if f.metadata)
+
+
+def variables(f: dataclasses.Field) -> tuple[str, ...]:
+    """Names of a flag in the environment: its own, and its alias if it has one."""
+    own, alias = f"NSA_{f.name.upper()}", f.metadata["alias"]
+    return (own, alias) if alias else (own,)
 
 
 def known_names() -> tuple[str, ...]:
     """Every NSA_* name that means something, the runner's internal ones included."""
-    names = [n for f in flag_fields() for n in (f.metadata["env"], f.metadata["alias"]) if n]
-    return (*names, *RUNNER_VARIABLES)
+    return (*(name for f in flag_fields() for name in variables(f)), *RUNNER_VARIABLES)
 
 
 def unknown_names(mapping: Mapping[str, str] | None = None) -> list[tuple[str, str | None]]:
     """(unknown NSA_* variable, nearest known name or None) for each one set in `mapping`."""
-    env = os.environ if mapping is None else mapping
     known = known_names()
     return [
         (name, next(iter(difflib.get_close_matches(name, known, n=1)), None))
-        for name in sorted(env)
+        for name in sorted(os.environ if mapping is None else mapping)
         if name.startswith("NSA_") and name not in known
     ]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nsa import flags as flags_module
-from nsa.flags import Flags, flag_fields, get_flags, known_names, unknown_names
+from nsa.flags import Flags, flag_fields, get_flags, known_names, unknown_names, variables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,7 +51,7 @@ def test_every_documented_variable_has_its_default(tmp_path):
 
 @pytest.mark.parametrize("f", BOOLEANS, ids=lambda f: f.name)
 def test_booleans_parse_alike(f, tmp_path):
-    name = f.metadata["env"]
+    name = variables(f)[0]
     for text in ("1", "true", "YES", " on "):
         assert getattr(no_config(tmp_path, **{name: text}), f.name) is True
     for text in ("0", "False", "no", "OFF", ""):

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from bench.records import csv_text, read_csv
 from nsa.config import NSAConfig
-from nsa.flags import Flags, flag_fields
+from nsa.flags import Flags, flag_fields, variables
 from nsa.tests.oneshot_samples import SAMPLES, write_sample
 from nsa.tests.test_oneshot_page import inert
 from scripts.oneshot.compare import comparison, verify
@@ -298,7 +298,7 @@ def test_configuration_of_anything(content):
             assert flags.use_triton_sel in (None, False, True)
 
 
-names = [f.metadata["env"] for f in flag_fields()]
+names = [variables(f)[0] for f in flag_fields()]
 
 
 @quick(150)

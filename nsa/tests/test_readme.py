@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nsa.dispatch import LADDER, REASONS, Branch
-from nsa.flags import flag_fields
+from nsa.flags import flag_fields, variables
 from nsa.kernels.aot import ARCHS
 from scripts.oneshot.record import judge
 from scripts.oneshot.run.arguments import parser
@@ -52,7 +52,7 @@ def test_flag_table_is_the_metadata():
     rows = table("flag")
     assert len(rows) == len(flag_fields())
     for (names, default, meaning), f in zip(rows, flag_fields(), strict=True):
-        want = [n for n in (f.metadata["env"], f.metadata["alias"]) if n]
+        want = list(variables(f))
         assert re.findall(r"`(\w+)`", names) == want
         assert f.metadata["parse"](default) == f.default, names
         assert meaning == f.metadata["doc"], names
