@@ -26,7 +26,6 @@ rank must run the backward pass.
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -40,8 +39,9 @@ from nsa.arrival import selection_waits
 from nsa.attention import nsa_attention
 from nsa.blocks import num_compressed
 from nsa.cache import BranchKV
-from nsa.config import check_blocks
-from nsa.dispatch import Backend, Route, parse_backend
+from nsa.checks import scale_of
+from nsa.config import check_blocks, check_choice, check_int
+from nsa.dispatch import Backend, parse_backend
 from nsa.exchange import Group, resolve_group
 from nsa.flags import Flags
 from nsa.module import NSAAttention
@@ -118,7 +118,6 @@ def unshard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
 
 _NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ROUTES = (None, *Route)
 
 
 def _check_local(tensors: tuple[Tensor, ...], sizes: dict[str, int], world: int) -> None:
@@ -138,6 +137,8 @@ def _check_local(tensors: tuple[Tensor, ...], sizes: dict[str, int], world: int)
             )
     l, d = sizes["l"], sizes["d"]
     check_blocks(l, d, sizes["l_sel"])
+    check_choice(sizes["n_sel"], sizes["n_init"], sizes["n_local"])
+    check_int("window", sizes["window"], 1)
     tokens = tensors[0].shape[1]
     c = tokens // 2
     if tokens % 2 or tokens == 0 or c % d or c < l - d:
@@ -154,35 +155,23 @@ def _agree_on_arguments(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """make(), checked on this rank and equal in kind on all of them."""
     made: list[tuple[Tensor, ...]] = []
+    rest = "the sizes, softmax_scale, backend and grad mode"
 
-    def describe() -> list[int]:
-        """Six ints per tensor (shape, dtype, needs grad), then what is no tensor."""
+    def describe() -> dict[str, str]:
         made.append(make())
         _check_local(made[0], sizes, group.size())
-        row = []
-        for x in made[0]:
-            row += [*x.shape, _DTYPES.index(x.dtype), int(x.requires_grad)]
-        bits = -1 if scale is None else struct.unpack("q", struct.pack("d", float(scale)))[0]
-        route = _ROUTES.index(parse_backend(backend))
-        return [*row, *sizes.values(), bits, route, int(torch.is_grad_enabled())]
+        route, grad = parse_backend(backend), torch.is_grad_enabled()
+        kinds = {
+            name: f"{list(x.shape)} {x.dtype} requires_grad={x.requires_grad}"
+            for name, x in zip(_NAMES, made[0], strict=True)
+        }
+        kinds[rest] = (
+            f"sizes {sizes}, softmax_scale {scale_of(scale, made[0][0].shape[-1])}, "
+            f"backend {route and route.value}, grad mode {grad}"
+        )
+        return kinds
 
-    tensors = 6 * len(_NAMES)
-    every = exchange.agree(describe, tensors + len(sizes) + 3, group, "arguments")
-    for rank, row in enumerate(every):
-        for at, name in enumerate(_NAMES):
-            theirs, first = (r[6 * at : 6 * at + 6] for r in (row, every[0]))
-            if theirs != first:
-                tell = lambda r: f"{r[:4]} {_DTYPES[r[4]]} requires_grad={bool(r[5])}"
-                raise ValueError(
-                    f"ranks must agree on {name}: rank {rank} has {tell(theirs)}, rank 0 "
-                    f"{tell(first)}"
-                )
-        if row[tensors:] != every[0][tensors:]:
-            raise ValueError(
-                f"ranks must agree on the sizes, softmax_scale, backend and grad mode: rank {rank} "
-                f"differs from rank 0 (sizes here {sizes}, softmax_scale {scale}, backend "
-                f"{backend})"
-            )
+    exchange.agree_on(describe, [*_NAMES, rest], group, "arguments")
     return made[0]
 
 
