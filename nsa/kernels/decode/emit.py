@@ -297,11 +297,6 @@ def emit_due(lens: Tensor, b: Blocks, k: Tensor, v: Tensor, due: int, T: int) ->
     )  # fmt: skip
 
 
-def phi_rows(rows: int, widest: int) -> int:
-    """Rows of the first launch's products: more read the weights less often, while they fit."""
-    return min(dot_size(rows), 64 if widest <= 128 else 16)
-
-
 def learnt(phi: Any, b: Blocks, D: int) -> tuple[Tensor, ...] | None:
     """Weights of an MLP that makes a compressed token of D columns of b's raw ones, and of which
     emit_mlp() has kernels; None of any other phi."""
@@ -328,7 +323,8 @@ def _phi_plan(
     """Grids and constants of the two launches, and by layout of the arguments what
     launch_planned() keeps. sizes: Dk, Dv, l. kinds: of Blocks.where()."""
     D, DV, l = sizes
-    many = phi_rows(rows, max(D, DV, k_hidden, v_hidden))
+    # Rows of the first launch's products: more read the weights less often, while they fit.
+    many = min(dot_size(rows), 64 if max(D, DV, k_hidden, v_hidden) <= 128 else 16)
     same = dict(
         D=D, DV=DV, K_HIDDEN=k_hidden, V_HIDDEN=v_hidden, COLUMNS=COLUMNS, PARTS=PARTS,
         PRECISION=dot_precision(dtype), DTYPE=DTYPES[dtype], **kinds,

@@ -240,25 +240,9 @@ def spans(
     c, (B,) = config, lens.shape
     cmp = torch.empty(B, T, c.groups, 1, 2, dtype=torch.int32, device=lens.device)
     win = torch.empty(B, T, c.groups, 2, 2, dtype=torch.int32, device=lens.device)
-    launch(
-        _parallel_spans_kernel,
-        (B * T,),
-        lens,
-        cmp,
-        win,
-        T,
-        c.groups,
-        first,
-        c.l,
-        c.d,
-        c.l_sel // c.d,
-        world,
-        rank,
-        c.window,
-        ring,
-        GROUPS=pow2(c.groups),
-        num_warps=1,
-    )
+    numbers = (T, c.groups, first, c.l, c.d, c.l_sel // c.d, world, rank, c.window, ring)
+    constants = dict(GROUPS=pow2(c.groups), num_warps=1)
+    launch(_parallel_spans_kernel, (B * T,), lens, cmp, win, *numbers, **constants)
     return cmp, win
 
 
@@ -266,42 +250,18 @@ def spans(
 def probabilities(
     q: Tensor, k_cmp: Tensor, lses: Tensor, cmp: Tensor, rows: int, scale: float
 ) -> Tensor:
-    (B, T, hq, dim), groups = q.shape, k_cmp.shape[2]
+    (B, T, hq, dim), groups, world = q.shape, k_cmp.shape[2], len(lses)
     p = torch.empty(B, T, groups, rows, dtype=torch.float32, device=q.device)
+    block_n = 32 if q.element_size() == 4 or dim > 128 else 64
+    grid = cdiv(rows, block_n), B * T * groups
+    tensors = (q.contiguous(), k_cmp, lses, cmp, p)
+    numbers = (T, groups, hq // groups, B * T, k_cmp.shape[1], rows, scale * LOG2E)
     d1, d2 = split_dim(dim)
-    block_n = probability_keys(q.element_size(), dim)
-    launch(
-        _parallel_probabilities_kernel,
-        (cdiv(rows, block_n), B * T * groups),
-        q.contiguous(),
-        k_cmp,
-        lses,
-        cmp,
-        p,
-        T,
-        groups,
-        hq // groups,
-        B * T,
-        k_cmp.shape[1],
-        rows,
-        scale * LOG2E,
-        D=dim,
-        WORLD=pow2(len(lses)),
-        W=len(lses),
-        HEADS=dot_size(hq // groups),
-        BLOCK_N=block_n,
-        BLOCK_D=d1,
-        BLOCK_D2=d2,
-        PRECISION=dot_precision(q.dtype),
-        num_warps=4,
-        num_stages=1,
-    )
+    sizes = dict(D=dim, BLOCK_N=block_n, BLOCK_D=d1, BLOCK_D2=d2, PRECISION=dot_precision(q.dtype))
+    sizes |= dict(WORLD=pow2(world), W=world, HEADS=dot_size(hq // groups))
+    kernel = _parallel_probabilities_kernel
+    launch(kernel, grid, *tensors, *numbers, **sizes, num_warps=4, num_stages=1)
     return p
-
-
-def probability_keys(size: int, dim: int) -> int:
-    """Keys of a program."""
-    return 32 if size == 4 or dim > 128 else 64
 
 
 @on_its_device
@@ -309,63 +269,27 @@ def choose(
     every: Tensor, lens: Tensor, first: int, config: NSAConfig, rank: int
 ) -> tuple[Tensor, Tensor]:
     c, (W, B, T, groups, rows) = config, every.shape
-    blocks = rows // (c.l_sel // c.d) * W
+    blocks, queries = rows // (c.l_sel // c.d) * W, B * T * groups
     if blocks > MOST_BLOCKS:
         raise NotImplementedError(f"more than {MOST_BLOCKS} blocks to choose from, got {blocks}")
     empty = lambda *shape: torch.empty(B, T, groups, *shape, dtype=torch.int32, device=every.device)
     padded = pow2(blocks)
     keys, chosen, own = empty(padded), empty(c.n_sel), empty(c.n_sel, 2)
-    launch(
-        _parallel_choose_kernel,
-        (B * T * groups,),
-        every,
-        lens,
-        keys,
-        chosen,
-        own,
-        T,
-        groups,
-        first,
-        B * T * groups,
-        rows,
-        W,
-        rank,
-        l=c.l,
-        d=c.d,
-        l_sel=c.l_sel,
-        BLOCKS=padded,
-        CHUNK=min(padded, CHOOSE_CHUNK),
-        N_SEL=c.n_sel,
-        N_PAD=pow2(c.n_sel),
-        N_INIT=c.n_init,
-        N_LOCAL=c.n_local,
-        num_warps=choose_warps(padded),
-        num_stages=1,
-    )
+    numbers = (T, groups, first, queries, rows, W, rank)
+    sizes = dict(l=c.l, d=c.d, l_sel=c.l_sel, BLOCKS=padded, CHUNK=min(padded, CHOOSE_CHUNK))
+    sizes |= dict(N_SEL=c.n_sel, N_PAD=pow2(c.n_sel), N_INIT=c.n_init, N_LOCAL=c.n_local)
+    # Up to 32 keys for each thread: such a program is alone on its multiprocessor.
+    sizes |= dict(num_warps=min(max(padded // 1024, 4), 16), num_stages=1)
+    tensors = (every, lens, keys, chosen, own)
+    launch(_parallel_choose_kernel, (queries,), *tensors, *numbers, **sizes)
     return chosen, own
-
-
-def choose_warps(blocks: int) -> int:
-    """Up to 32 keys for each thread: such a program is alone on its multiprocessor."""
-    return min(max(blocks // 1024, 4), 16)
 
 
 @on_its_device
 def merge(parts: Tensor, win: Tensor, gates: Tensor) -> Tensor:
-    win, dv = win.contiguous(), win.shape[-1]
+    win, dv, world = win.contiguous(), win.shape[-1], len(parts)
     out, rows = torch.empty_like(win), win.numel() // dv
-    launch(
-        _parallel_merge_kernel,
-        (rows,),
-        parts,
-        win,
-        gates.contiguous(),
-        out,
-        rows,
-        DV=dv,
-        BLOCK_DV=pow2(dv),
-        WORLD=pow2(len(parts)),
-        W=len(parts),
-        num_warps=1,
-    )
+    sizes = dict(DV=dv, BLOCK_DV=pow2(dv), WORLD=pow2(world), W=world, num_warps=1)
+    tensors = (parts, win, gates.contiguous(), out)
+    launch(_parallel_merge_kernel, (rows,), *tensors, rows, **sizes)
     return out

@@ -51,19 +51,6 @@ TEAM_BLOCKS = 256  # of longer contexts too: H200, 64k, 42 us and 30
 SEARCH_CANDIDATES = 1 << 15  # a search holds each against 32 cuts, and tensors of 2^20 are the most
 
 
-def scan_warps(rows: int) -> int:
-    """More (token, head) rows than 32 do not fit the registers of 4 warps beside wide heads."""
-    return 8 if rows > 32 else 4
-
-
-def chunk_blocks(n_blocks: int, n_pad: int) -> int:
-    """How many blocks one program ranks. Few at a time are quick, and more programs run at a time;
-    but n_pad of each chunk are candidates, which are to be ranked as well. H200, 64 sequences of
-    32k: 64 instead of 128 blocks take 12 instead of 22 us."""
-    least, most = CHUNK_BLOCKS
-    return min(max(pow2(cdiv(n_blocks * n_pad, CANDIDATES)), least), most)
-
-
 def choice_sizes(
     n_tiles: int, nb: int, n_blocks: int, n_sel: int, programs: int = 1
 ) -> tuple[int, dict[str, int]]:
@@ -71,27 +58,15 @@ def choice_sizes(
     chunk, n_pad = pow2(max(n_tiles, cdiv(n_blocks, nb))), pow2(n_sel)
     single = chunk <= max(SINGLE_BLOCKS[programs >= EARLY_PROGRAMS] // nb, 1)
     if not single:
-        chunk = max(chunk_blocks(n_blocks, n_pad) // nb, 1)
+        # Few at a time are quick, and more programs run at a time; but n_pad of each chunk are
+        # candidates, which are to be ranked as well. H200, 64 sequences of 32k: 64 instead of 128
+        # blocks take 12 instead of 22 us.
+        least, most = CHUNK_BLOCKS
+        chunk = min(max(pow2(cdiv(n_blocks * n_pad, CANDIDATES)), least), most)
+        chunk = max(chunk // nb, 1)
     chunks = 1 if single else cdiv(n_blocks, chunk * nb)
     n = chunk * nb if single else pow2(chunks) * n_pad
     return chunks, dict(CHUNK=chunk, SINGLE=single, N=n, N_PAD=n_pad, RANKED=n <= RANKED)
-
-
-def choice_warps(blocks: int, programs: int, sms: int) -> int:
-    """Many for a few programs, which end one soon; of many programs what each warp does again
-    counts (addresses, barriers)."""
-    return max(blocks // 16, 4) if programs <= 2 * sms else max(blocks // 64, 1)
-
-
-def merge_warps(splits: int, width: int) -> int:
-    """As few as hold so many partial outputs in their registers: H200, 16 sequences of 64k, 3 us
-    with one warp and 8 with four."""
-    return pow2(cdiv(splits * width, 32 * 176))
-
-
-def selected_warps(candidates: int, heads: int, width: int) -> int:
-    """Neither the candidates nor the output of many wide heads fit the registers of 4 warps."""
-    return 4 if candidates <= 1024 and heads * width <= 1 << 14 else 8
 
 
 def scan_tile(arch: int, size: int, dim: int, dv: int, rows: int) -> int:
@@ -210,6 +185,7 @@ def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
     block_n = scan_tile(arch, p.dtype.itemsize, p.dim, p.dv, rows)
     block_n = max(block_n, (2 if interpret else 8) * ratio)
     heads_padded = dot_size(heads)
+    wide_output = heads_padded * max(p.dim, p.dv)
     n_cmp = max((p.max_len - p.l) // p.d + 1, 0) if p.max_len >= p.l else 0
     programs, sms = p.batch * p.groups, sm_count(p.device) if p.device.type == "cuda" else 8
     many = programs * cdiv(n_cmp, 64) >= MANY_TILES * sms
@@ -244,7 +220,7 @@ def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
     # wide heads do not fit, and splits of the scan are merged one after another.
     merged = (
         branch is None and not together and splits_sel == 1 and programs * p.tokens <= target
-        and heads_padded * max(p.dim, p.dv) <= 1 << 12 and splits_cmp + splits_win <= 8
+        and wide_output <= 1 << 12 and splits_cmp + splits_win <= 8
     )  # fmt: skip
     partials = programs * (splits_cmp + splits_win) * rows
     tiles = programs * rows * n_tiles
@@ -272,6 +248,9 @@ def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
         arch >= 90 and branch is None and programs <= EARLY_PROGRAMS and choice["N"] <= CANDIDATES
     )
     ahead = {"launch_pdl": True} if early else {}
+    # Of the choice: many warps for a few programs, which end one soon; of many programs what each
+    # warp does again counts (addresses, barriers).
+    ranked, few = choice["CHUNK"] * nb, programs * p.tokens * chunks <= 2 * sms
     team = max(splits_cmp + splits_win, min(max(splits_sel, heads) * p.tokens, room))
     return StepPlan(
         splits_cmp=splits_cmp, splits_win=splits_win, splits_sel=splits_sel, share=share,
@@ -281,20 +260,24 @@ def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
         scan=dict(
             ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
             PAGE=win_page, RING=p.ring, CMP_PAGE=p.cmp_page, APART=p.tokens > 1,
-            num_warps=scan_warps(rows), num_stages=2, EARLY=early, **dims,
+            num_warps=8 if rows > 32 else 4,  # of which 4 have no registers for so many wide rows
+            num_stages=2, EARLY=early, **dims,
         ),
         choice=dict(
-            num_warps=choice_warps(choice["CHUNK"] * nb, programs * p.tokens * chunks, sms),
-            num_stages=1, EARLY=early, **choosing,
+            num_warps=max(ranked // 16, 4) if few else max(ranked // 64, 1), num_stages=1,
+            EARLY=early, **choosing,
         ),
         selected=dict(
             PAGE=p.page, CHOOSE=branch is None, MERGE=merged, EARLY=early, num_stages=2,
-            num_warps=selected_warps(choice["N"], heads_padded, max(p.dim, p.dv)),
+            # Neither the candidates nor the output of many wide heads fit the registers of 4.
+            num_warps=4 if choice["N"] <= 1024 and wide_output <= 1 << 14 else 8,
             **selected, **choosing, **dims, **ahead,
         ),
         merge=dict(
             DV=p.dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv,
-            num_warps=merge_warps(sum(padded), block_dv), EARLY=early, **splits, **ahead,
+            # As few as hold so many partial outputs in their registers: H200, 16 sequences of 64k,
+            # 3 us with one warp and 8 with four.
+            num_warps=pow2(cdiv(sum(padded) * block_dv, 32 * 176)), EARLY=early, **splits, **ahead,
         ),
         # One launch for all phases where programs run at the same time.
         whole=tuple(dict(

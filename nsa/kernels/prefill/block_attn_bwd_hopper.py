@@ -413,15 +413,6 @@ def _head_tiles(x: torch.Tensor, groups: int) -> Any:
     return descriptor(x.view(-1, heads, x.shape[-1]), block, layout)
 
 
-def piece_pairs(heads: int, halves: bool) -> int:
-    """Pairs of a program. Many programs add dK and dV often; few of them spread over more queries
-    than the L2 holds.
-
-    H200, 16 heads, 64k random blocks: 64 pairs 18.7 ms, 128 19.3; sums in fp16 12.9 and 12.4.
-    """
-    return min((2048 if halves else 1024) // heads, block_lists.CHUNK)
-
-
 TAKES = (
     "16-bit heads, 64 or 128 wide for Dk = Dv or 192 and 128, 4, 8 or 16 a group, and blocks of "
     "64, 128 .. keys"
@@ -463,7 +454,9 @@ def add_block_gradients(
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
     halves, signed = isinstance(acc, HalfSums), any_negative is not None
     sums, scales = acc[:2] if halves else (acc, delta)
-    share = piece_pairs(heads, halves)
+    # Pairs of a program: many programs add dK and dV often, few spread over more queries than the
+    # L2 holds. H200, 16 heads, 64k random blocks: 64 pairs 18.7 ms, 128 19.3; fp16 12.9 and 12.4.
+    share = min((2048 if halves else 1024) // heads, block_lists.CHUNK)
     tokens = lse.numel() // q.shape[-2]
     pieces, per_chunk = block_lists.pieces_in_order(lists, share, tokens, groups)
     launch(

@@ -713,54 +713,11 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Te
     )
 
 
-def row_stats(
-    lse: torch.Tensor, delta: torch.Tensor, heads: int, signed: bool, minus: bool
-) -> torch.Tensor:
-    """lse and delta [.., HQ] as P and dS need them, in the order in which a group reads them; or
-    minus delta, with which dP begins in _wide_turn."""
-    hq = lse.shape[-1]
-    out = torch.empty(2 * lse.numel(), device=lse.device, dtype=torch.float32)
-    launch(
-        _row_stats_kernel,
-        (cdiv(lse.numel(), 1024),),
-        lse,
-        delta,
-        out,
-        lse.numel() // hq,
-        hq,
-        HEADS=heads,
-        BLOCK=1024,
-        SIGNED=signed,
-        MINUS=minus,
-    )
-    return out
-
-
 def query_share(sq: int, columns: int, block_q: int, sms: int) -> int:
     """Queries of one program, a multiple of block_q, for `columns` (key tile, group) pairs."""
     # About sixteen programs per multiprocessor, half of them in the future and empty.
     share = pow2(max(sq * columns // (16 * sms), 1) + 1) // 2
     return cdiv(min(max(share, 128), 2048), block_q) * block_q
-
-
-def query_shares(at: Rows, block_n: int, groups: int, block_q: int, sms: int) -> tuple[int, int]:
-    """(share, splits): query_share, and how many shares a sequence has at most."""
-    share = query_share(at.longest, at.filled_tiles(block_n) * groups, block_q, sms)
-    splits = cdiv(at.longest, share)
-    return share, min(splits, MOST_SHARES) if at.cu else splits
-
-
-def gradient_sums(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dq: torch.Tensor | None, splits: int,
-    packed: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The memory of dQ, to which the pass adds, and of dK and dV, to which it adds if it is split,
-    else writes. Keys of a pack may be in no sequence: their gradients are zeros."""
-    acc = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
-    if splits > 1:
-        return acc, *zero_sums(k, v)
-    make = torch.zeros_like if packed else torch.empty_like
-    return acc, make(k), make(v)
 
 
 def window_share(sq: int, window: int, block_q: int, programs: int, sms: int) -> tuple[int, int]:
@@ -790,14 +747,25 @@ def span_attention_bwd_hopper(
     sms = sm_count(q.device)
     if span.mode == COMPRESSED:
         span_a = span.a
-        share, splits = query_shares(at, KEYS, groups, block_q, sms)
+        share = query_share(at.longest, at.filled_tiles(KEYS) * groups, block_q, sms)
+        splits = cdiv(at.longest, share)
+        splits = min(splits, MOST_SHARES) if at.cu else splits
     else:
         span_a = min(span.a, q_start + at.longest)  # more changes nothing but could overflow
         programs = at.filled_tiles(KEYS) * groups
         share, splits = window_share(at.longest, span_a, block_q, programs, sms)
-    acc, dk, dv = gradient_sums(q, k, v, dq, splits, at.cu is not None)
-    signed = any_negative is not None
-    stats = row_stats(lse, delta, heads, signed, extra > 0)
+    acc = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
+    # Added to if the pass is split, else written; but keys of a pack may be in no sequence.
+    make = torch.zeros_like if at.cu else torch.empty_like
+    dk, dv = zero_sums(k, v) if splits > 1 else (make(k), make(v))
+    signed, n_rows = any_negative is not None, lse.numel()
+    # lse and delta as P and dS need them, in the order in which a group reads them; or minus delta,
+    # with which dP begins in _wide_turn.
+    stats = torch.empty(2 * n_rows, device=lse.device, dtype=torch.float32)
+    launch(
+        _row_stats_kernel, (cdiv(n_rows, 1024),), lse, delta, stats, at.tokens, lse.shape[-1],
+        HEADS=heads, BLOCK=1024, SIGNED=signed, MINUS=extra > 0,
+    )  # fmt: skip
     stats_tiles = descriptor(stats, (ROWS,), shared_layout(0, 32, 1))
     rows, sums = (_head_tiles(x, block_q, heads, width) for x in (q, acc))
     more = (rows, sums)

@@ -201,18 +201,8 @@ def rounded_keys(
     to_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     programs = cdiv(dk.numel(), SIZE) + cdiv(dv.numel(), SIZE)
     if programs:
-        launch(
-            _round_keys_kernel,
-            (programs,),
-            dk,
-            dv,
-            to,
-            to_v,
-            dk.numel(),
-            dv.numel(),
-            scale,
-            SIZE=SIZE,
-        )
+        numbers = dk.numel(), dv.numel(), scale
+        launch(_round_keys_kernel, (programs,), dk, dv, to, to_v, *numbers, SIZE=SIZE)
     return to, to_v
 
 

@@ -197,10 +197,6 @@ def room(queries: int, n_parts: int) -> int:
     return queries * pow2(n_parts)
 
 
-def warps_of(queries: int, n_parts: int) -> int:
-    return cdiv(room(queries, n_parts), PER_WARP)
-
-
 def tile_blocks(
     block_indices: Tensor, seq_begin: Tensor | None, seqlen: int, kv_len: int, q_start: int,
     keys: int, queries: int, heads: int = 0, parts: int = 1,
@@ -236,6 +232,6 @@ def tile_blocks(
         VARLEN=varlen, QUERIES=queries, N_PAD=pow2(n_sel * parts), PARTS=parts, KEYS=keys,
         LEAST=LEAST[heads] if heads else 1, BOTH=heads > 8, READ=READ, PAIR=PAIR,
         REST_PAIR=REST_PAIR, DENSE=DENSE, TOGETHER=TOGETHER,
-        num_warps=warps_of(queries, n_sel * parts),
+        num_warps=cdiv(size, PER_WARP),
     )  # fmt: skip
     return TileBlocks(entries, counts, queries, rest, ROWS // heads if heads else 0)

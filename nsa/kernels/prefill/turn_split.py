@@ -103,17 +103,6 @@ def _turn_kernel(
             _move(QKV, source, V, place, there, BACKWARD)
 
 
-def turn_tiles(d_k: int, d_v: int) -> dict[str, int]:
-    """Constants of the kernel that head sizes decide."""
-    half = pow2(d_k // 2)
-    return dict(BLOCK_T=max(PAIRS // half, 1), BLOCK_HALF=half, BLOCK_DV=pow2(d_v), BLOCK_H=BLOCK_H)
-
-
-def octaves(rope_base: float, d_k: int) -> float:
-    """log2 of the ratio between the frequencies of two neighbouring pairs."""
-    return 2 * math.log2(rope_base) / d_k
-
-
 def turn_split(
     qkv: Tensor, positions: Tensor, parts: tuple[Tensor, ...], rope_base: float, backward: bool
 ) -> None:
@@ -124,10 +113,13 @@ def turn_split(
     if not tokens:
         return
     (heads, d_k), (groups, d_v) = q.shape[-2:], v.shape[-2:]
-    tiles = turn_tiles(d_k, d_v)
+    half = pow2(d_k // 2)
+    tokens_at_once = max(PAIRS // half, 1)
     programs = cdiv(heads, BLOCK_H) + 6 * cdiv(groups, BLOCK_H)
     launch(
-        _turn_kernel, (cdiv(tokens, tiles["BLOCK_T"]), programs),
+        _turn_kernel, (cdiv(tokens, tokens_at_once), programs),
         qkv, positions, *parts, tokens, positions.numel(), HQ=heads, G=groups, D=d_k, DV=d_v,
-        OCTAVES=octaves(rope_base, d_k), BACKWARD=backward, **tiles,
+        OCTAVES=2 * math.log2(rope_base) / d_k,  # between the frequencies of neighbouring pairs
+        BACKWARD=backward, BLOCK_T=tokens_at_once, BLOCK_HALF=half, BLOCK_DV=pow2(d_v),
+        BLOCK_H=BLOCK_H,
     )  # fmt: skip

@@ -172,15 +172,12 @@ def lists_for(kernel: str, q: Tensor, by: Selection) -> UnionLists | None:
     state = torch.empty(tiles, groups, 2, dtype=torch.int32, device=q.device)
     work = torch.empty(tiles * groups, dtype=torch.int32, device=q.device)
     counts = torch.zeros(2, dtype=torch.int32, device=q.device)
+    # Warps that hold the [entries, queries] comparison in 32 registers a thread.
+    warps = min(max(queries * queries * n_pad // (32 * 32), 1), 16)
     launch(
         _union_lists_kernel, (tiles, groups),
         by.blocks, by.begins, entries, state, work, counts, tokens, 1 if by.packed else q.shape[1],
         groups, n_sel, by.q_start, by.block_size, SHARE.get((kernel, arch), OTHER_SHARE),
-        VARLEN=by.packed, QUERIES=queries, N_PAD=n_pad, num_warps=lists_warps(queries, n_pad),
+        VARLEN=by.packed, QUERIES=queries, N_PAD=n_pad, num_warps=warps,
     )  # fmt: skip
     return UnionLists(state, entries, work, counts, queries, heads)
-
-
-def lists_warps(queries: int, n_pad: int) -> int:
-    """Warps that hold the [entries, queries] comparison in 32 registers a thread."""
-    return min(max(queries * queries * n_pad // (32 * 32), 1), 16)
