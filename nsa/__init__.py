@@ -10,31 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "NSAConfig": ".config",
-    "Flags": ".flags",
-    "get_flags": ".flags",
-    "clear_flags_cache": ".flags",
-    "RouteUnavailable": ".dispatch",
-    "nsa_attention": ".attention",
-    "nsa_attention_shared_kv": ".attention",
-    "merge_state": ".attention",
-    "compressed_attention": ".attention",
-    "select_blocks": ".attention",
-    "selection_attention": ".attention",
-    "sliding_attention": ".attention",
-    "nsa_with_kvcache": ".kvcache",
-    "reorder_kvcache": ".kvcache",
-    "cache_bytes_per_token": ".kvcache",
-    "NSAAttention": ".module",
-    "NSABlock": ".module",
-    "NSACache": ".cache",
-    "NSALanguageModel": ".model",
-    "ParallelNSACache": ".parallel_cache",
-    "StepGraph": ".decode_graph",
-    "GraphUnavailable": ".decode_graph",
-    "warmup": ".plans",
+_NAMES = {
+    "attention": "nsa_attention nsa_attention_shared_kv merge_state compressed_attention "
+    "select_blocks selection_attention sliding_attention",
+    "cache": "NSACache",
+    "config": "NSAConfig",
+    "decode_graph": "StepGraph GraphUnavailable",
+    "dispatch": "RouteUnavailable",
+    "flags": "Flags get_flags clear_flags_cache",
+    "kvcache": "nsa_with_kvcache reorder_kvcache cache_bytes_per_token",
+    "model": "NSALanguageModel",
+    "module": "NSAAttention NSABlock",
+    "parallel_cache": "ParallelNSACache",
+    "plans": "warmup",
 }
+_WHERE = {name: f".{module}" for module, names in _NAMES.items() for name in names.split()}
 
 _MODULES = ("compress", "generate", "layouts", "parallel")  # public, by their own names
 

@@ -228,13 +228,9 @@ class NSACache(CacheRows):
         Appended to, it would write into this cache, whose lengths do not follow. stack([c.row(b)])
         makes a cache of its own.
         """
-        one = copy.copy(self)
-        one.batch, one.lengths, one.growable = 1, [self.lengths[b]], False
-        one.highest = [self.highest[b]]
-        one.count_reads, one._counted = False, []
-        for name in (*_BUFFERS, *self._descales(), "lens", "counters"):
-            setattr(one, name, getattr(self, name)[b : b + 1])
-        one._batch = self._batch[:1]
+        one = self._sequences([b], lambda x: x[b : b + 1])
+        one.growable = one.count_reads = False
+        one.counters, one._batch = self.counters[b : b + 1], self._batch[:1]
         return one
 
     def select(self, rows: Tensor) -> NSACache:
@@ -242,16 +238,20 @@ class NSACache(CacheRows):
 
         Counted reads stay here.
         """
-        which = rows.tolist()
+        one = self._sequences(rows.tolist(), lambda x: x.index_select(0, rows))
+        one.counters = self.counters.new_zeros(one.batch, *self.counters.shape[1:])
+        one._batch = torch.arange(one.batch, device=self.device)[:, None]
+        one.fused_append, one.fused_step = {}, set()
+        return one
+
+    def _sequences(self, which: list[int], take: Callable[[Tensor], Tensor]) -> NSACache:
+        """Sequences `which`, that take() takes out of each buffer, without counted reads."""
         one = copy.copy(self)
-        one.batch = len(which)
+        one.batch, one._counted = len(which), []
         one.lengths = [self.lengths[b] for b in which]
         one.highest = [self.highest[b] for b in which]
         for name in (*_BUFFERS, *self._descales(), "lens"):
-            setattr(one, name, getattr(self, name).index_select(0, rows))
-        one.counters = self.counters.new_zeros(one.batch, *self.counters.shape[1:])
-        one._batch = torch.arange(one.batch, device=self.device)[:, None]
-        one._counted, one.fused_append, one.fused_step = [], {}, set()
+            setattr(one, name, take(getattr(self, name)))
         return one
 
     def agree(self, describe: Callable[[], dict[str, Any]]) -> None:
@@ -365,7 +365,8 @@ class NSACache(CacheRows):
                 self._emit(self.lens.long()[:, None] + T, T, due, (phi_k, phi_v))
         else:
             self._append_chunk(self._by_cache(new), phi_k, phi_v)
-        self._advance(T)
+        self.lens += T
+        self.lengths = [n + T for n in self.lengths]
 
     @torch.no_grad()
     def fill(self, new: BranchKV, k_cmp: Tensor, v_cmp: Tensor, lengths: Sequence[int]) -> None:
@@ -459,10 +460,6 @@ class NSACache(CacheRows):
     def mark_written(self, T: int) -> None:
         """Rows of T tokens after the lengths are overwritten, whether or not the lengths follow."""
         self.highest = list(map(max, self.highest, [n + T for n in self.lengths]))
-
-    def _advance(self, T: int) -> None:
-        self.lens += T
-        self.lengths = [n + T for n in self.lengths]
 
     def _due(self, T: int) -> int:
         """How many compressed tokens T new ones complete, at most over the sequences."""

@@ -208,16 +208,9 @@ def guarded(
     raise AssertionError("the reference route always ends the ladder")
 
 
-_LOG_PREFIX = {
-    Branch.SELECTED: "sel",
-    Branch.COMPRESSED: "cmp",
-    Branch.SLIDING: "win",
-    Branch.BLOCKS: "blocks",
-    Branch.PREFILL: "prefill",
-    Branch.TURN: "turn",
-    Branch.APPEND: "append",
-    Branch.STEP: "decode",
-}
+_LOG_PREFIX = {branch: branch.value for branch in Branch} | {
+    Branch.SELECTED: "sel", Branch.COMPRESSED: "cmp", Branch.SLIDING: "win", Branch.STEP: "decode"
+}  # fmt: skip
 
 
 def _log_fallback(

@@ -143,21 +143,6 @@ def _check(name: str, x: Any, q: Tensor, shape: tuple[int, ...]) -> None:
         raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
 
 
-def _check_stored(
-    name: str, x: Tensor, q: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    """Raise unless a cache has this shape and dtype and q's device, and is contiguous."""
-    if x.dtype != dtype:
-        owner = "k_sel_cache's" if dtype == fp8.E4M3 else "q's"
-        raise TypeError(f"{name} must have {owner} dtype {dtype}, got {x.dtype}")
-    if x.shape != shape:
-        raise ValueError(f"{name} must be {list(shape)}, got {list(x.shape)}")
-    if x.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-    if not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
-
-
 def _leading(name: str, x: Any) -> tuple[int, ...]:
     """Shape of a cache, [.., .., G, D]."""
     if not isinstance(x, Tensor):
@@ -202,6 +187,9 @@ def _check_caches(
         raise ValueError(
             f"k_sel_cache must have pages of a multiple of d={d} tokens, got {capacity}"
         )
+    dtype, owner = q.dtype, "q's"
+    if caches["k_sel_cache"].dtype == fp8.E4M3:
+        dtype, owner = fp8.E4M3, "k_sel_cache's"
     recent = {"win": window - 1, "raw": l - 1}  # what a ring holds besides the T new tokens
     for name, (_, have, _, _) in shapes.items():
         kind, lead = name[2:5], (rows, capacity)
@@ -220,9 +208,15 @@ def _check_caches(
                 raise ValueError(
                     f"{name} must be a ring of at least {least} rows for T={T}, got {have}"
                 )
-        width = Dk if name[0] == "k" else Dv
-        dtype = fp8.E4M3 if caches["k_sel_cache"].dtype == fp8.E4M3 else q.dtype
-        _check_stored(name, caches[name], q, (*lead, G, width), dtype)
+        x, shape = caches[name], (*lead, G, Dk if name[0] == "k" else Dv)
+        if x.dtype != dtype:
+            raise TypeError(f"{name} must have {owner} dtype {dtype}, got {x.dtype}")
+        if x.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {list(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
 
 
 def _check_values(
@@ -423,24 +417,16 @@ def nsa_with_kvcache(
         check_int("cache_seqlens", cache_seqlens, 0)
         lens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
     _check_new(new, held, q, dict(phi_k=phi_k, phi_v=phi_v), dict(k_cmp=k_cmp, v_cmp=v_cmp))
-    descales: dict[str, Tensor] = {}
+    sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window)
+    layout: dict[str, Any] = dict(block_table=block_table, ring=ring, sizes=sizes, dtype=q.dtype)
     if k_sel_cache.dtype == fp8.E4M3:
         for name, given in (("k_descale", k_descale), ("v_descale", v_descale)):
-            descales[name] = fp8.descale_of(name, given, B, k_sel_cache.shape[2], q.device)
+            layout[name] = fp8.descale_of(name, given, B, k_sel_cache.shape[2], q.device)
     elif k_descale is not None or v_descale is not None:
         raise ValueError(
             f"k_descale and v_descale go with caches of {fp8.E4M3}, got {k_sel_cache.dtype}"
         )
-    sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window)
-    caches = KVCaches(
-        lens=lens + T if appending else lens,
-        block_table=block_table,
-        ring=ring,
-        sizes=sizes,
-        dtype=q.dtype,
-        **held,
-        **descales,
-    )
+    caches = KVCaches(lens=lens + T if appending else lens, **layout, **held)
     if rotary_cos is not None or rotary_sin is not None:
         if not appending:
             raise ValueError("rotary_cos must be None without k_sel: the caches hold turned keys")
@@ -505,13 +491,10 @@ def _append_pytorch(args: dict[str, Any], flags: Flags) -> None:
 APPEND: dispatch.Rungs = {Route.TRITON: _append_triton, Route.REFERENCE: _append_pytorch}
 
 
-def _check_new(
-    new: dict[str, Any],
-    held: dict[str, Tensor],
-    q: Tensor,
-    phi: dict[str, Any],
-    cmp: dict[str, Any],
-) -> None:
+Given = dict[str, Any]  # arguments by their names
+
+
+def _check_new(new: Given, held: Given, q: Tensor, phi: Given, cmp: Given) -> None:
     """Raise an error that names the argument unless all that goes together is given: new keys and
     values, and phi or what it would make; held: their caches."""
     if new["k_sel"] is None:
@@ -543,16 +526,9 @@ def _attend(
     """Attention of the T newest tokens, by the decode step where it serves so many."""
     route = dispatch.parse_backend(backend)
     args = dict(
-        q=q,
-        k=caches.k_sel,
-        v=caches.v_sel,
-        cache=caches,
-        window=None,
-        gates=gates,
-        sizes=caches.sizes,
-        softmax_scale=scale,
-        backend=backend,
-    )
+        q=q, k=caches.k_sel, v=caches.v_sel, cache=caches, window=None, gates=gates,
+        sizes=caches.sizes, softmax_scale=scale, backend=backend,
+    )  # fmt: skip
     many = q.shape[1] * (q.shape[2] // caches.k_sel.shape[2]) > MOST_STEP_ROWS
     if many or route not in (None, Route.TRITON):
         return decode_composed(args, flags)[0]

@@ -139,14 +139,9 @@ class ParallelNSACache(NSACache):
         if not self.check or self.k_sel.is_cuda and torch.cuda.is_current_stream_capturing():
             describe()
             return
-        names = ("step", "batch", "lengths", "max_len")
-        all_of_them = lambda: {
-            "step": describe(),
-            "batch": self.batch,
-            "lengths": self.lengths,
-            "max_len": self.max_len,
-        }
-        exchange.agree_on(all_of_them, names, self.group, "step")
+        names = ("batch", "lengths", "max_len")
+        step = lambda: {"step": describe(), **{name: getattr(self, name) for name in names}}
+        exchange.agree_on(step, ("step", *names), self.group, "step")
 
     def attend(
         self,
@@ -251,17 +246,13 @@ def spans(
     n = (position + 1).clamp(max=c.window)
     start = (position + 1 - n) % ring
     end, zero = start + n, torch.zeros_like(n)
-    of_all = lambda *ends: (
-        torch.stack(ends, -1)
-        .int()
-        .unflatten(-1, (-1, 2))[:, :, None]
-        .expand(-1, -1, c.groups, -1, -1)
-        .contiguous()
-    )
-    return (
-        of_all(zero, turns * per_block + rest),
-        of_all(start, end.clamp(max=ring), zero, (end - ring).clamp(min=0)),
-    )
+
+    def of_all(*ends: Tensor) -> Tensor:
+        of_one = torch.stack(ends, -1).int().unflatten(-1, (-1, 2))[:, :, None]
+        return of_one.expand(-1, -1, c.groups, -1, -1).contiguous()
+
+    window = of_all(start, end.clamp(max=ring), zero, (end - ring).clamp(min=0))
+    return of_all(zero, turns * per_block + rest), window
 
 
 def probabilities(
@@ -287,14 +278,9 @@ def choose(
     c, world, position = config, len(every), _positions(lens, first, every.shape[2])
     by_block = every.unflatten(-1, (-1, c.l_sel // c.d)).movedim(0, -2)  # [.., blocks, W, tokens]
     n_blocks = by_block.shape[3] * world
-    chosen = select.top_blocks(
-        select._pooled(by_block.flatten(3), c.l, c.d, c.l_sel, n_blocks),
-        l_sel=c.l_sel,
-        n_sel=c.n_sel,
-        n_init=c.n_init,
-        n_local=c.n_local,
-        q_start=position[:, :1],
-    )
+    choice = dict(l_sel=c.l_sel, n_sel=c.n_sel, n_init=c.n_init, n_local=c.n_local)
+    scores = select._pooled(by_block.flatten(3), c.l, c.d, c.l_sel, n_blocks)
+    chosen = select.top_blocks(scores, **choice, q_start=position[:, :1])
     start = chosen // world * c.l_sel
     length = (position[..., None, None] + 1 - chosen * c.l_sel).clamp(max=c.l_sel)
     other = (chosen < 0) | (chosen % world != rank)

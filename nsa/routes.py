@@ -36,14 +36,10 @@ Backend = Literal["auto", "triton", "fa2", "sdpa", "reference"]  # how callers n
 
 # FA-2 comes before Triton because it is only there when NSA_USE_FA2 asks for it.
 LADDER: dict[Branch, tuple[Route, ...]] = {
+    **dict.fromkeys(Branch, (Route.TRITON, Route.REFERENCE)),
     Branch.SELECTED: (Route.TRITON, Route.SDPA, Route.REFERENCE),
     Branch.COMPRESSED: (Route.FA2, Route.TRITON, Route.SDPA, Route.REFERENCE),
     Branch.SLIDING: (Route.FA2, Route.TRITON, Route.SDPA, Route.REFERENCE),
-    Branch.BLOCKS: (Route.TRITON, Route.REFERENCE),
-    Branch.PREFILL: (Route.TRITON, Route.REFERENCE),
-    Branch.TURN: (Route.TRITON, Route.REFERENCE),
-    Branch.APPEND: (Route.TRITON, Route.REFERENCE),
-    Branch.STEP: (Route.TRITON, Route.REFERENCE),
 }
 
 REASONS: dict[str, str] = {

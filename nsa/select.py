@@ -99,22 +99,14 @@ def select_blocks(
     n_blocks = num_sel_blocks(q_start + S, l_sel)
     if is_symbol(S):
         n_blocks = n_blocks + 4  # over all compressed keys, whatever S is; nobody's candidates
+    choice = dict(l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local)
     rows = [q.new_zeros(B, 0, k_cmp.shape[2], n_sel, dtype=torch.int32)]
     for first, last in chunks(S, B * HQ * k_cmp.shape[1], _CHUNK_SCORES):
         scores = group_block_scores(
             q[:, first:last], k_cmp, l=l, d=d, l_sel=l_sel, n_blocks=n_blocks,
             softmax_scale=softmax_scale, q_start=q_start + first,
         )  # fmt: skip
-        rows.append(
-            top_blocks(
-                scores,
-                l_sel=l_sel,
-                n_sel=n_sel,
-                n_init=n_init,
-                n_local=n_local,
-                q_start=q_start + first,
-            )  # fmt: skip
-        )
+        rows.append(top_blocks(scores, **choice, q_start=q_start + first))
     return torch.cat(rows, 1)
 
 

@@ -7,7 +7,6 @@ In PyTorch the learnt phi is ten launches, which a captured step makes at every 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from nsa import fp8
 from nsa.blocks import num_compressed
-from nsa.cache_rows import CacheRows
+from nsa.cache_rows import CacheRows, Phi
 from nsa.compress import MLPCompression, made_by
 from nsa.kernels.block_keys import visible
 from nsa.kernels.decode.tile import place, store_rows
@@ -377,13 +376,7 @@ def emit_mlp(
     )  # fmt: skip
 
 
-def emit(
-    b: Blocks,
-    due: int,
-    T: int,
-    phi_k: Callable[[Tensor], Tensor],
-    phi_v: Callable[[Tensor], Tensor],
-) -> None:
+def emit(b: Blocks, due: int, T: int, phi_k: Phi, phi_v: Phi) -> None:
     """Make and store the compressed tokens, at most `due` of each sequence, whose blocks T new
     tokens fill. phi_k, phi_v: [n, l, G, D] -> [n, 1, G, D], else ValueError."""
     D, DV = b.k_raw.shape[-1], b.v_raw.shape[-1]
