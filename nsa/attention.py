@@ -452,21 +452,13 @@ def _selected(
     )
     if settled_by is not None and decision.route is Route.TRITON:
         call: Any = rungs.selected_again(args, flags)
-        if block_indices is not None:
-            call = _with_blocks_checked(call, block_size, k.shape[1])
-        settled.keep(settled_by, call)
+
+        def checked(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Any:
+            _check_block_indices(blocks, block_size, k.shape[1])  # values differ from call to call
+            return call(q, k, v, blocks)
+
+        settled.keep(settled_by, call if block_indices is None else checked)
     return out
-
-
-def _with_blocks_checked(call: Callable[..., Any], block_size: int, keys: int) -> Callable:
-    """Return call(q, k, v, block_indices) behind the check of its indices: values differ from call
-    to call."""
-
-    def checked(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor) -> Any:
-        _check_block_indices(block_indices, block_size, keys)
-        return call(q, k, v, block_indices)
-
-    return checked
 
 
 @transformable

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_warned: set[str] = set()  # of unknown names
 CONFIG_PATH = Path(__file__).with_name("base.yaml")  # in a checkout a link to that of configs/
 
 # Of the report runner and the benches; not settings of the library.
@@ -51,23 +52,19 @@ def _parse_count(text: str) -> int:
     return int(text)
 
 
-def _parse_threshold(text: str) -> int | None:
-    return None if text.strip().lower() in ("auto", "none") else _parse_count(text)
+def _or_none(parse: Any, *words: str) -> Any:
+    """A parser to which these words mean None."""
+    return lambda text: None if text.strip().lower() in words else parse(text)
 
 
-def _parse_tile(text: str) -> int | None:
-    if text.strip().lower() in ("", "auto", "none"):
-        return None
+def _parse_tile(text: str) -> int:
     value = _parse_count(text)
     if value < 16 or value & (value - 1):
         raise ValueError("'auto' or a power of two of at least 16")
     return value
 
 
-def _parse_limit(text: str) -> int | None:
-    return None if text.strip().lower() in ("", "none") else _parse_count(text)
-
-
+_TILE = _or_none(_parse_tile, "", "auto", "none")
 _PARSERS = {bool: _parse_bool, int: _parse_count}  # by the type of the default
 
 
@@ -95,14 +92,15 @@ class Flags:
     )  # fmt: skip
     sel_triton_min_L: int | None = _flag(
         None, "least selected length of a row for Triton instead of packed SDPA, where "
-        "selection_attention is called alone; auto: 64, on SM 8.9 4096", _parse_threshold,
+        "selection_attention is called alone; auto: 64, on SM 8.9 4096",
+        _or_none(_parse_count, "auto", "none"),
     )  # fmt: skip
     sel_triton_group: bool = _flag(
         False, "group-centric kernels: one program serves all heads of a KV group"
     )
-    sel_triton_block_d: int | None = _flag(None, "tile over Dk, or auto", _parse_tile)
-    sel_triton_block_l: int | None = _flag(None, "tile over keys, or auto", _parse_tile)
-    sel_triton_block_dv: int | None = _flag(None, "tile over Dv, or auto", _parse_tile)
+    sel_triton_block_d: int | None = _flag(None, "tile over Dk, or auto", _TILE)
+    sel_triton_block_l: int | None = _flag(None, "tile over keys, or auto", _TILE)
+    sel_triton_block_dv: int | None = _flag(None, "tile over Dv, or auto", _TILE)
     use_gluon: bool = _flag(
         True, "Gluon kernels where SM and Triton are ones that they were run with, else Triton's"
     )
@@ -124,7 +122,9 @@ class Flags:
         "log device, fallbacks with their reason and reads: sel.triton.*, fa2.* and the like",
         alias="NSA_DEBUG_TRITON",
     )
-    log_limit: int | None = _flag(None, "cap on repeats of a log tag, or none", _parse_limit)
+    log_limit: int | None = _flag(
+        None, "cap on repeats of a log tag, or none", _or_none(_parse_count, "", "none")
+    )
     test_triton_sel: bool = _flag(False, "Triton GPU tests must run: a skip is a failure")
     test_fa2: bool = _flag(False, "FA-2 GPU tests must run: a skip is a failure")
     test_train: bool = _flag(False, "training GPU tests must run: a skip is a failure")
@@ -171,7 +171,11 @@ class Flags:
         Warns once per unknown NSA_* name, with the nearest known one.
         """
         env = os.environ if mapping is None else mapping
-        _warn_unknown(env)
+        for name, near in unknown_names(env):
+            if name not in _warned:
+                _warned.add(name)
+                hint = f"; did you mean {near}?" if near else ""
+                warnings.warn(f"unknown environment variable {name}{hint}", stacklevel=3)
         path = CONFIG_PATH if config_path is None else Path(config_path)
         values, sources = _runtime_values(path, device_name)
         for f in flag_fields():
@@ -230,17 +234,6 @@ def unknown_names(mapping: Mapping[str, str] | None = None) -> list[tuple[str, s
         for name in sorted(os.environ if mapping is None else mapping)
         if name.startswith("NSA_") and name not in known
     ]
-
-
-_warned: set[str] = set()
-
-
-def _warn_unknown(env: Mapping[str, str]) -> None:
-    for name, near in unknown_names(env):
-        if name not in _warned:
-            _warned.add(name)
-            hint = f"; did you mean {near}?" if near else ""
-            warnings.warn(f"unknown environment variable {name}{hint}", stacklevel=4)
 
 
 def _as_text(value: Any) -> str:

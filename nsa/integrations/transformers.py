@@ -248,7 +248,8 @@ def nsa_attention_forward(
         _watch(module)
     held, module.nsa_cache = getattr(module, "nsa_cache", None), None
     # Under autocast the model turns queries and keys in fp32, but not values.
-    dtype = _attention_dtype(query)
+    cast = autocast_on(query.device) and query.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(query.device.type) if cast else query.dtype
     q = query.transpose(1, 2).to(dtype)
     if learnt is None:
         gates = q.new_full((*q.shape[:-1], 3), 1 / 3)
@@ -294,13 +295,6 @@ def _refuse(
         raise NotImplementedError(
             f"nsa takes a padding mask [B, N], got attention_mask {list(attention_mask.shape)}"
         )
-
-
-def _attention_dtype(q: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on and takes q, as torch's SDPA has it, else q's own."""
-    if autocast_on(q.device) and q.dtype != torch.float64:
-        return torch.get_autocast_dtype(q.device.type)
-    return q.dtype
 
 
 def _attend(

@@ -113,9 +113,6 @@ def _try_package(timeout_s: float = 90) -> tuple[str | None, str | None]:
 
 def _try_torch() -> str | None:
     """Why torch's own FA-2 does not work here, None if it does."""
-    schema = torch.ops.aten._flash_attention_forward.default._schema
-    if not any(a.name == "window_size_left" for a in schema.arguments):
-        return f"the FA-2 of torch {torch.__version__} has no window"
     if not torch.backends.cuda.is_flash_attention_available():
         return f"torch {torch.__version__} was built without FA-2"
     try:
@@ -252,11 +249,6 @@ def _loadable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _uniform(B: int, n: int, device: torch.device) -> Tensor:
-    """cu_seqlens of B sequences of n tokens."""
-    return torch.arange(B + 1, device=device, dtype=torch.int32) * n
-
-
 def _batched(
     q: Tensor, k: Tensor, v: Tensor, form: str, scale: float, left: int
 ) -> tuple[Tensor, Tensor]:
@@ -264,9 +256,10 @@ def _batched(
     if form != "varlen":
         return _call(q, k, v, scale=scale, causal=True, left=left)
     B, Sq, Sk = q.shape[0], q.shape[1], k.shape[1]
+    before = torch.arange(B + 1, device=q.device, dtype=torch.int32)  # sequences
     out, lse = _call(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale=scale, causal=True, left=left,
-        cu_q=_uniform(B, Sq, q.device), cu_k=_uniform(B, Sk, q.device), max_q=Sq, max_k=Sk,
+        cu_q=before * Sq, cu_k=before * Sk, max_q=Sq, max_k=Sk,
     )  # fmt: skip
     return out.unflatten(0, (B, Sq)), lse.unflatten(0, (B, Sq))
 

@@ -110,7 +110,11 @@ def selection_sdpa(
         out = _sdpa("sdpa_selection", qs, keys, values, mask, scale)
         if odd is not None:
             out = out * nan_if(odd[b, at, g].any(1))[:, None, None, None].to(q.dtype)
-        return out, _packed_lse(mask, scale, qs, keys) if return_lse else None
+        if not return_lse:
+            return out, None
+        keys, odd_keys = finite(keys)
+        lse = _score_lse(mask, scale, qs, keys)
+        return out, lse * nan_if(odd_keys.any(-1, keepdim=True)).to(lse.dtype)
 
     odd = None
     if q.device.type == "cpu":  # where PyTorch takes a row of NaN scores for one without keys
@@ -142,14 +146,6 @@ def selection_sdpa(
     back = torch.argsort(torch.cat(order))
     out = torch.cat(outs)[back].reshape(B, S, HQ, v.shape[-1])
     return (out, torch.cat(lses)[back].reshape(B, S, HQ)) if return_lse else out
-
-
-def _packed_lse(mask: Tensor | None, scale: float, q: Tensor, k: Tensor) -> Tensor:
-    """Log-sum-exp of each row's own scores, [rows, 1, h]: q [rows, 1, h, Dk], k [rows, 1, n, Dk],
-    mask [rows, 1, h, n] of the keys that are not padding."""
-    k, odd = finite(k)
-    lse = _score_lse(mask, scale, q, k)
-    return lse * nan_if(odd.any(-1, keepdim=True)).to(lse.dtype)
 
 
 def _score_lse(mask: Tensor | None, scale: float, q: Tensor, k: Tensor) -> Tensor:
