@@ -8,6 +8,7 @@ use_gluon is what the caller's flags say; None: those of this process for the de
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -46,35 +47,46 @@ def enabled(device: torch.device, use_gluon: bool | None = None) -> bool:
     return why_not(device, use_gluon) is None
 
 
-def _serving(
-    name: str, device: torch.device, use_gluon: bool | None, *args: Any
-) -> ModuleType | None:
-    """Return the module of this package if it serves a call with these arguments of its usable().
+def _module(name: str, takes: int) -> Callable[..., ModuleType | None]:
+    """Return a function of what usable() of this package's module `name` takes, so many arguments,
+    and of use_gluon, that returns the module if it serves the call.
 
     A planned call keeps why not.
     """
-    if arch_of(device) != 90:
+
+    def serving(*args: Any) -> ModuleType | None:
+        device, use_gluon = args[0].device, args[takes] if len(args) > takes else None
+        if arch_of(device) != 90:
+            return None
+        reason = why_not(device, use_gluon)
+        if reason is None:
+            module = importlib.import_module(f"{__package__}.{name}")
+            if module.usable(*args[:takes]):
+                return module
+            reason = f"it takes {module.TAKES}"
+        pass_over(name, reason)
         return None
-    reason = why_not(device, use_gluon)
-    if reason is None:
-        module = importlib.import_module(f"{__package__}.{name}")
-        if module.usable(*args):
-            return module
-        reason = f"it takes {module.TAKES}"
-    pass_over(name, reason)
-    return None
+
+    return serving
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, use_gluon: bool | None = None) -> ModuleType | None:
-    """The module that serves this call of span_attention_fwd; None: span_fwd does."""
-    return _serving("span_fwd_hopper", q.device, use_gluon, q, k, v)
+# Their arguments, and what serves else.
+forward = _module("span_fwd_hopper", 3)  # q, k, v; span_fwd
+backward = _module("span_bwd_hopper", 4)  # q, k, v, grad_out; span_bwd, in two passes
+block_scores = _module("block_score_hopper", 5)  # q, k_cmp, l, d, l_sel; _block_score_kernel
+_block_sums = _module("block_sums", 5)  # the same; block_select, from the log-sum-exp
+# q, k, v, n_sel, block_size, softmax_scale, keys of the longest sequence; block_attn_fwd
+block_forward = _module("block_attn_fwd_hopper", 7)
+block_backward = _module(
+    "block_attn_bwd_hopper", 5
+)  # q, k, v, grad_out, block_size; block_attn_bwd
 
 
 def forward_pair(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor,
     use_gluon: bool | None = None,
 ) -> ModuleType | None:  # fmt: skip
-    """The same for compressed and sliding attention at once; None: each takes its own way."""
+    """forward() of compressed and sliding attention at once; None: each takes its own way."""
     if q.dtype == torch.float16:  # the sum of two branches may pass what that of three does not
         pass_over("span_pair_fwd_hopper", "the sum of two branches may not fit fp16")
         return None
@@ -89,41 +101,9 @@ def forward_with_scores(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, l: int, d: int, l_sel: int, packed: bool = False,
     use_gluon: bool | None = None,
 ) -> ModuleType | None:  # fmt: skip
-    """The same for compressed attention, alone or with the window, that finds the scores of blocks
+    """forward() of compressed attention, alone or with the window, that finds the scores of blocks
     too; None: block_select finds them, from the log-sum-exp."""
     if packed or q.shape[0] * k_cmp.shape[-2] > MOST_BATCH:
         return None  # which ranks packed tiles, see Rows
-    scores = _serving("block_sums", q.device, use_gluon, q, k_cmp, l, d, l_sel)
+    scores = _block_sums(q, k_cmp, l, d, l_sel, use_gluon)
     return scores and forward(q, k_cmp, v_cmp, use_gluon)
-
-
-def block_scores(
-    q: Tensor, k_cmp: Tensor, l: int, d: int, l_sel: int, use_gluon: bool | None = None
-) -> ModuleType | None:
-    """The same for the scores of blocks; None: _block_score_kernel finds them."""
-    return _serving("block_score_hopper", q.device, use_gluon, q, k_cmp, l, d, l_sel)
-
-
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, use_gluon: bool | None = None
-) -> ModuleType | None:
-    """The module that serves the backward of a span in one pass; None: span_bwd has two."""
-    return _serving("span_bwd_hopper", q.device, use_gluon, q, k, v, grad_out)
-
-
-def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, n_sel: int, block_size: int, softmax_scale: float,
-    longest: int, use_gluon: bool | None = None,
-) -> ModuleType | None:  # fmt: skip
-    """The same for the forward of selection by blocks, where the longest sequence has so many keys;
-    None: block_attn_fwd does."""
-    sizes = (n_sel, block_size, softmax_scale, longest)
-    return _serving("block_attn_fwd_hopper", q.device, use_gluon, q, k, v, *sizes)
-
-
-def block_backward(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, block_size: int,
-    use_gluon: bool | None = None,
-) -> ModuleType | None:  # fmt: skip
-    """The same for the backward of selection by blocks in one pass; None: block_attn_bwd does."""
-    return _serving("block_attn_bwd_hopper", q.device, use_gluon, q, k, v, grad_out, block_size)
