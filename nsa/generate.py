@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -208,16 +209,9 @@ def main(argv: list[str] | None = None) -> int:
         text = args.prompt.encode()
         prompt = torch.tensor(list(text), dtype=torch.long, device=args.device).view(1, len(text))
         with torch.autocast("cuda", torch.bfloat16, enabled=prompt.is_cuda):
-            result = generate(
-                model,
-                prompt,
-                args.max_new_tokens,
-                temperature=args.temperature,
-                top_k=args.top_k,
-                seed=args.seed,
-                graph=args.graph,
-                kv_cache_dtype=args.kv_cache_dtype,
-            )
+            names = ("temperature", "top_k", "seed", "graph", "kv_cache_dtype")
+            how: Any = {name: getattr(args, name) for name in names}
+            result = generate(model, prompt, args.max_new_tokens, **how)
     except (OSError, ValueError) as e:
         parser.error(str(e))
     print(bytes(result.tokens[0].tolist()).decode("utf-8", errors="replace"))

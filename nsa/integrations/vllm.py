@@ -144,14 +144,8 @@ class NSAMetadata(AttentionMetadata):
 class NSAMetadataBuilder(AttentionMetadataBuilder[NSAMetadata]):
     """Groups requests by their number of new tokens, of which nsa_with_kvcache takes one a call."""
 
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     @classmethod
@@ -387,16 +381,10 @@ class NSALayer(nn.Module):
 def _refuse(vllm_config: VllmConfig) -> None:
     """Raise NotImplementedError for a setting of the engine that NSA does not serve."""
     parallel = vllm_config.parallel_config
-    for name in (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        if getattr(parallel, name) > 1:
-            raise NotImplementedError(
-                f"nsa serves one GPU in vLLM: {name} must be 1, got {getattr(parallel, name)}"
-            )
+    for kind in ("tensor", "pipeline", "decode_context", "prefill_context"):
+        name = f"{kind}_parallel_size"
+        if (size := getattr(parallel, name)) > 1:
+            raise NotImplementedError(f"nsa serves one GPU in vLLM: {name} must be 1, got {size}")
     lacking = {
         "kv_transfer_config": vllm_config.kv_transfer_config,
         "quantization": vllm_config.quant_config,

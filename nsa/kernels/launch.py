@@ -30,23 +30,21 @@ Made = tuple[Any, Any, tuple]  # a kernel, what Triton compiled of it, the const
 _made: dict[tuple, Made] = {}
 
 
-def _one_at_a_time(load: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
-    """Return Triton's loader of compiled launchers, safe under threads.
+_load, _loading = build._load_module_from_path, threading.Lock()
+
+
+@functools.wraps(_load)
+def _load_alone(name: str, path: str) -> Any:
+    """Triton's loader of compiled launchers, safe under threads.
 
     Triton 3.6 names the extension module of every launcher alike. Python keeps one module of a name
     and writes what it loads again into that, so a thread could read another launcher's function.
     """
-    alone = threading.Lock()
-
-    @functools.wraps(load)
-    def load_alone(name: str, path: str) -> Any:
-        with alone:
-            return SimpleNamespace(**vars(load(name, path)))
-
-    return load_alone
+    with _loading:
+        return SimpleNamespace(**vars(_load(name, path)))
 
 
-build._load_module_from_path = _one_at_a_time(build._load_module_from_path)
+build._load_module_from_path = _load_alone
 
 
 class Launch(NamedTuple):

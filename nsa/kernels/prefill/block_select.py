@@ -208,15 +208,6 @@ def topn_warps(blocks: int) -> int:
     return max(1, min(blocks // 1024, 16))
 
 
-def why_not_block_select(l: int, d: int, l_sel: int) -> str | None:
-    """The pooling in the kernel needs d | l_sel, l_sel/d a power of two, and l <= 8 * l_sel."""
-    if l_sel % d or (l_sel // d) & (l_sel // d - 1):
-        return f"l_sel / d must be a power of two, got l_sel={l_sel}, d={d}"
-    if l > 8 * l_sel:
-        return f"l must not exceed 8 * l_sel, got l={l}, l_sel={l_sel}"
-    return None
-
-
 @dataclass(frozen=True)
 class Slab:
     """Queries of each sequence from `begin` on that are scored, and ranked, at once: their scores
@@ -297,9 +288,10 @@ def block_select(
     max_q: queries of the longest packed sequence, at least; a smaller number stops the device.
     q_start: position of query 0 in its sequence. use_gluon: as hopper.py has it.
     """
-    reason = why_not_block_select(l, d, l_sel)
-    if reason:
-        raise NotImplementedError(reason)
+    if l_sel % d or (l_sel // d) & (l_sel // d - 1):
+        raise NotImplementedError(f"l_sel / d must be a power of two, got l_sel={l_sel}, d={d}")
+    if l > 8 * l_sel:
+        raise NotImplementedError(f"l must not exceed 8 * l_sel, got l={l}, l_sel={l_sel}")
     check_heads(q, k_cmp, k_cmp)
     hq, dim = q.shape[-2:]
     groups = k_cmp.shape[-2]

@@ -146,28 +146,17 @@ def _union_lists_kernel(
         tl.store(WORK + tl.atomic_add(COUNTS, 1, sem="relaxed"), row.to(tl.int32))
 
 
-def unions_apply(arch: int, tokens: int, groups: int, heads: int, n_sel: int, size: int) -> bool:
-    """Whether union tiles are considered at all; heads: query heads a group, size: bytes of q's
-    elements."""
-    queries, _ = tile_shape(arch, heads, size)
-    if not queries or not n_sel:
-        return False
-    if arch and cdiv(tokens, queries) * groups < MIN_TILES:
-        return False
-    return queries**2 * pow2(n_sel) <= 1 << 15  # else more than registers hold
-
-
 def lists_for(kernel: str, q: Tensor, by: Selection) -> UnionLists | None:
     """The lists that `kernel` (a key of SHARE) goes by on q's device; None: no unions."""
     arch, size = arch_of(q.device), q.element_size()
     groups, n_sel = by.blocks.shape[-2:]
-    heads, tokens = q.shape[-2] // groups, q.numel() // (q.shape[-2] * q.shape[-1])
-    if by.softmax_scale <= 0:  # the kernel takes the maximum of unscaled scores
+    tokens, n_pad = q.numel() // (q.shape[-2] * q.shape[-1]), pow2(n_sel)
+    queries, heads = tile_shape(arch, q.shape[-2] // groups, size)
+    if by.softmax_scale <= 0 or not queries or not n_sel:  # the maximum is of unscaled scores
         return None
-    if not unions_apply(arch, tokens, groups, heads, n_sel, size):
+    tiles = cdiv(tokens, queries)
+    if arch and tiles * groups < MIN_TILES or queries**2 * n_pad > 1 << 15:  # the registers
         return None
-    queries, heads = tile_shape(arch, heads, size)
-    tiles, n_pad = cdiv(tokens, queries), pow2(n_sel)
     entries = torch.empty(tiles, groups, queries * n_pad, dtype=torch.int64, device=q.device)
     state = torch.empty(tiles, groups, 2, dtype=torch.int32, device=q.device)
     work = torch.empty(tiles * groups, dtype=torch.int32, device=q.device)
