@@ -135,6 +135,8 @@ class KVCaches(CacheRows, BranchKV):
 
 # ---- checks --------------------------------------------------------------------------------------
 
+Given = dict[str, Any]  # arguments by their names
+
 
 def _check(name: str, x: Any, q: Tensor, shape: tuple[int, ...]) -> None:
     """Raise unless x is a tensor of this shape and of q's dtype and device."""
@@ -165,23 +167,16 @@ def _check_integers(name: str, x: Any, q: Tensor, ndim: int) -> None:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
 
 
-def _check_caches(
-    q: Tensor,
-    caches: dict[str, Any],
-    block_table: Tensor | None,
-    ring: bool,
-    l: int,
-    d: int,
-    window: int,
-) -> None:
+def _check_caches(q: Tensor, caches: Given, paged: bool, ring: bool, sizes: Given) -> None:
     """Raise TypeError or ValueError that names the cache unless shapes agree."""
     B, T, HQ, Dk = q.shape
+    l, d, window = sizes["l"], sizes["d"], sizes["window"]
     shapes = {name: _leading(name, x) for name, x in caches.items()}
     rows, capacity, G, _ = shapes["k_sel_cache"]
     Dv = shapes["v_sel_cache"][3]
     if G == 0 or HQ % G:
         raise ValueError(f"q must have a multiple of k_sel_cache's G={G} heads, got HQ={HQ}")
-    if block_table is None:
+    if not paged:
         rows = B
     elif capacity == 0 or capacity % d:
         raise ValueError(
@@ -193,7 +188,7 @@ def _check_caches(
     recent = {"win": window - 1, "raw": l - 1}  # what a ring holds besides the T new tokens
     for name, (_, have, _, _) in shapes.items():
         kind, lead = name[2:5], (rows, capacity)
-        if kind == "cmp" and block_table is not None:
+        if kind == "cmp" and paged:
             lead = rows, capacity // d
         elif kind == "cmp":
             lead, least = (B, have), num_compressed(capacity, l, d)
@@ -409,7 +404,8 @@ def nsa_with_kvcache(
             if x is not None:
                 raise ValueError(f"{name} goes with phi_k and phi_v, which are None")
     named = {f"{name}_cache": x for name, x in held.items()}
-    _check_caches(q, named, block_table, ring, l, d, window)
+    sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window)
+    _check_caches(q, named, block_table is not None, ring, sizes)
     if isinstance(cache_seqlens, Tensor):
         _check_integers("cache_seqlens", cache_seqlens, q, 1)
         lens = cache_seqlens.int()
@@ -417,7 +413,6 @@ def nsa_with_kvcache(
         check_int("cache_seqlens", cache_seqlens, 0)
         lens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
     _check_new(new, held, q, dict(phi_k=phi_k, phi_v=phi_v), dict(k_cmp=k_cmp, v_cmp=v_cmp))
-    sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window)
     layout: dict[str, Any] = dict(block_table=block_table, ring=ring, sizes=sizes, dtype=q.dtype)
     if k_sel_cache.dtype == fp8.E4M3:
         for name, given in (("k_descale", k_descale), ("v_descale", v_descale)):
@@ -489,9 +484,6 @@ def _append_pytorch(args: dict[str, Any], flags: Flags) -> None:
 
 
 APPEND: dispatch.Rungs = {Route.TRITON: _append_triton, Route.REFERENCE: _append_pytorch}
-
-
-Given = dict[str, Any]  # arguments by their names
 
 
 def _check_new(new: Given, held: Given, q: Tensor, phi: Given, cmp: Given) -> None:

@@ -46,6 +46,7 @@ from nsa.dispatch import Backend, Branch, Route
 from nsa.exchange import Group, resolve_group
 from nsa.flags import Flags
 
+Window = tuple[Tensor, Tensor] | None  # keys and values, None where the cache has them
 _MOST_PROBABILITIES = 1 << 26  # of all ranks that are exchanged at a time: 256 MiB
 
 _SETTINGS = ("config", "batch", "max_len", "max_step", "dtype", "growable")
@@ -175,13 +176,7 @@ class ParallelNSACache(NSACache):
         return torch.cat(outs, 1), torch.cat(chosen, 1)
 
     def _attend(
-        self,
-        q: Tensor,
-        first: int,
-        window: tuple[Tensor, Tensor] | None,
-        gates: Tensor,
-        rows: int,
-        how: dict[str, Any],
+        self, q: Tensor, first: int, window: Window, gates: Tensor, rows: int, how: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """Attention of queries q [B, T, HQ, Dk], the first of which stands at lens + first; `rows`
         of k_cmp hold all of a rank's compressed tokens."""

@@ -63,10 +63,10 @@ def _each_sequence(args: Args, run: Callable[[Args], Any], fill: float = 0) -> A
     return joined(parts, fill)
 
 
-def _by_sequence(run: Callable[..., Any], *names: str, fill: float = 0) -> Rung:
+def _by_sequence(run: Callable[..., Any], *names: str) -> Rung:
     """The rung that calls run(q, k, v) with the arguments `names` for each packed sequence."""
     return lambda args, flags: _each_sequence(
-        args, lambda a: run(a["q"], a["k"], a["v"], **_only(a, *names)), fill
+        args, lambda a: run(a["q"], a["k"], a["v"], **_only(a, *names))
     )
 
 
@@ -333,8 +333,8 @@ SLIDING: dict[Route, Rung] = {
 }
 BLOCKS: dict[Route, Rung] = {
     Route.TRITON: _blocks_triton,
-    Route.REFERENCE: _by_sequence(
-        lambda q, k, v, **how: select.select_blocks(q, k, **how), *_SELECT, "q_start", fill=-1
+    Route.REFERENCE: lambda args, flags: _each_sequence(
+        args, lambda a: select.select_blocks(a["q"], a["k"], **_only(a, *_SELECT, "q_start")), -1
     ),
 }
 TURN: dict[Route, Rung] = {

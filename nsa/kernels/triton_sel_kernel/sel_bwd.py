@@ -26,7 +26,6 @@ from nsa.kernels.triton_sel_kernel.rows import (
 from nsa.kernels.triton_sel_kernel.spans import key_lists
 from nsa.kernels.triton_sel_kernel.tiles import (
     KEY_TILE,
-    Tiles,
     dkdv_tiles,
     dq_tiles,
     head_tile,
@@ -214,13 +213,6 @@ def _sel_attn_bwd_sum_kernel(
     tl.store(out, total.to(OUT.dtype.element_ty), mask=live)
 
 
-def _dq_meta(tiles: Tiles) -> dict[str, int]:
-    return dict(
-        BLOCK_L=tiles.block_l, BLOCK_D=tiles.block_d, BLOCK_DV=tiles.block_dv,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
-
-
 @on_its_device
 def sel_bwd_ranges(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, cum: Tensor, out: Tensor, lse: Tensor,
@@ -250,7 +242,7 @@ def sel_bwd_ranges(
         _sel_attn_bwd_dq_kernel, (rows, cdiv(H, heads)),
         q, k, v, starts, cum, out, grad_out, lse, grad_lse, delta, dq, S, G, H, n, *k_strides,
         *v_strides, softmax_scale, softmax_scale * LOG2E, NR=spans_per_pass(n), ROWS=heads,
-        **common, **_dq_meta(dq_tiles(arch, D, dv_dim, size)),
+        **common, **dq_tiles(arch, D, dv_dim, size).constants,
     )  # fmt: skip
     if not needs_kv:
         return dq, None, None
@@ -269,7 +261,7 @@ def sel_bwd_ranges(
         lists.item_begin, lists.item_tile, lists.slot_begin, dk, dv, part_dk, part_dv,
         lists.n_tiles, lists.tiles_per_group, lists.chunk, n_keys, G, H, *k_strides, *v_strides,
         softmax_scale, softmax_scale * LOG2E, TILE=KEY_TILE,
-        HEADS=padded_heads(H), ROWS=tiles.rows, **common, **_dq_meta(tiles),
+        HEADS=padded_heads(H), ROWS=tiles.rows, **common, **tiles.constants,
     )  # fmt: skip
     for part, x in ((part_dk, dk), (part_dv, dv)):
         dim = x.shape[-1]

@@ -279,9 +279,8 @@ def sized_for(
     )
     splits = splits or split_count(programs, key_len, tiles.block_l, n_sm)
     constants = dict(
-        D=d, DV=dv, ROWS=head_rows, BLOCK_L=tiles.block_l, BLOCK_D=tiles.block_d,
-        BLOCK_DV=tiles.block_dv, SPLITS=splits, KEEP_LSE=keep_lse, PRECISION=dot_precision(dtype),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        D=d, DV=dv, ROWS=head_rows, SPLITS=splits, KEEP_LSE=keep_lse,
+        PRECISION=dot_precision(dtype), **tiles.constants,
     )  # fmt: skip
     merge = None
     if splits > 1:

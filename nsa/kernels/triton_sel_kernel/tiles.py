@@ -67,6 +67,14 @@ class Tiles:
     num_stages: int
     rows: int = 0
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """As kernels take them, but for rows."""
+        return dict(
+            BLOCK_L=self.block_l, BLOCK_D=self.block_d, BLOCK_DV=self.block_dv,
+            num_warps=self.num_warps, num_stages=self.num_stages,
+        )  # fmt: skip
+
 
 def _chunk(dim: int, itemsize: int) -> int:
     """Chunk of a head size: one padded power of two, or 64s where that pads less (192 = 3 * 64).
