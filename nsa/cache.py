@@ -440,7 +440,7 @@ class NSACache(CacheRows):
             if due := self._due(T):
                 from nsa.kernels.decode import emit
 
-                emit.emit(emit.Blocks.of(self), due, T, phi_k, phi_v)
+                emit.emit(self, due, T, phi_k, phi_v)
         except BaseException:  # an interrupt too
             self.lens -= T
             raise

@@ -461,17 +461,17 @@ def _append_triton(args: dict[str, Any], flags: Flags) -> None:
     caches, new, made = args["caches"], args["new"], args["made"]
     if caches.k_descale is not None and arch_of(caches.lens.device) in range(1, 89):
         raise NotImplementedError("e4m3 before SM 8.9")
-    T, where = new["k_sel"].shape[1], emit.Blocks.of(caches)
+    T = new["k_sel"].shape[1]
     names = "k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw"
     held, given = [getattr(caches, name) for name in names], [new.get(name) for name in names]
-    write.write_new(caches.lens, given, held, where.descales, where.table, where.ring)
+    write.write_new(caches.lens, given, held, caches.descales, caches.block_table, caches.ring)
     if made is None:
         return
     if isinstance(made[0], Tensor):
         k, v = made
-        emit.emit_due(caches.lens, where, k.flatten(0, 1), v.flatten(0, 1), k.shape[1], T)
+        emit.emit_due(caches.lens, caches, k.flatten(0, 1), v.flatten(0, 1), k.shape[1], T)
     else:
-        emit.emit(where, (T - 1) // where.d + 1, T, *made)
+        emit.emit(caches, (T - 1) // caches.sizes["d"] + 1, T, *made)
 
 
 def _append_pytorch(args: dict[str, Any], flags: Flags) -> None:

@@ -328,11 +328,7 @@ def test_a_phi_of_other_sizes_is_refused_as_by_pytorch(phi, kernel_device):
     """Here of values; its kernel would read what is not there."""
     layer = layer_of(SMALL, kernel_device)
     cache, phi = caches_at(layer, (7,), 40)[0], phi.to(kernel_device, torch.float16)
-    where = emit.Blocks(
-        cache.k_raw, cache.v_raw, cache.k_cmp, cache.v_cmp, cache.lens, SMALL.l, SMALL.d, 9,
-        (cache.lens, cache.lens), cache.dtype,
-    )  # fmt: skip
-    assert emit.learnt(layer.phi_v, where, SMALL.d_v) and not emit.learnt(phi, where, SMALL.d_v)
+    assert emit.learnt(layer.phi_v, cache, SMALL.d_v) and not emit.learnt(phi, cache, SMALL.d_v)
     if phi.d == SMALL.d:
         layer.phi_v = phi
         with pytest.raises(RuntimeError):

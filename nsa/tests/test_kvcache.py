@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -476,7 +477,10 @@ def test_a_kernel_writes_no_row_that_is_not_there(table, kernel_device, monkeypa
     new = [torch.ones(1, 20, 1, 8, **like)] * 2 + [None] * 2
     caches = [*pages[:2], None, None]
     write.write_new(lens, [*new, *new[:2]], [*caches, *pages[2:4]], (lens, lens), table, False)
-    where = emit.Blocks(*pages[2:], lens, 8, 4, 99, (lens, lens), torch.float16, table, False)
+    where = SimpleNamespace(
+        **dict(zip(("k_raw", "v_raw", "k_cmp", "v_cmp"), pages[2:], strict=True)), lens=lens,
+        sizes=dict(l=8, d=4), max_len=400, descales=(lens, lens), block_table=table, ring=False,
+    )  # fmt: skip
     made = torch.ones(5, 1, 8, **like)
     emit.emit_due(lens, where, made, made, 5, 20)
     for x, rows in zip(around, (16, 16, 16, 16, 3, 3), strict=True):

@@ -7,7 +7,7 @@ In PyTorch the learnt phi is ten launches, which a captured step makes at every 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -33,49 +33,19 @@ DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 MOST_HIDDEN = 256  # a program of the second launch holds a row's hidden layer whole
 
 
-class Blocks(NamedTuple):
-    """Raw keys and values of a call's caches, the compressed ones that they make, and where they
-    lie.
-
-    k_raw, v_raw: [B, rows, G, D], as a ring or not; k_cmp, v_cmp: [B, n, G, D]. With `table`
-    [B, pages] compressed tokens are in pages [P, page / d, G, D], each in that of its last raw
-    token, and so are raw ones unless they are a ring. lens: int32 [B], with the new tokens. most:
-    compressed tokens that a sequence has room for. descales: fp32 [B, G] of e4m3 keys and values,
-    else any tensors. dtype: what numbers are computed in.
-    """
-
-    k_raw: Tensor
-    v_raw: Tensor
-    k_cmp: Tensor
-    v_cmp: Tensor
-    lens: Tensor
-    l: int
-    d: int
-    most: int
-    descales: tuple[Tensor, Tensor]
-    dtype: torch.dtype
-    table: Tensor | None = None
-    ring: bool = True
-
-    @classmethod
-    def of(cls, c: CacheRows) -> Blocks:
-        """Describe an NSACache, or the caches of nsa_with_kvcache. Where there are no raw caches
-        nobody reads raw tokens, and those of selection stand for them."""
-        raw = [getattr(c, f"{x}_raw") for x in "kv"]
-        raw = [c.k_sel, c.v_sel] if raw[0] is None else raw
-        most = num_compressed(c.max_len, c.sizes["l"], c.sizes["d"])
-        return cls(
-            *raw, c.k_cmp, c.v_cmp, c.lens, c.sizes["l"], c.sizes["d"], most, c.descales,
-            c.dtype, c.block_table, c.ring,
-        )  # fmt: skip
-
-    def where(self) -> tuple[Tensor, tuple[int, ...], dict[str, Any]]:
-        """(TABLE, (table_len, raw_rows, cmp_rows, pages), constants) of the kernels."""
-        page = 0 if self.table is None else self.k_cmp.shape[1] * self.d
-        numbers = self.k_raw.shape[1], self.k_cmp.shape[1], len(self.k_cmp)
-        table = self.lens if self.table is None else self.table
-        kinds = dict(PAGE=0 if self.ring else page, CMP_PAGE=page // self.d, RING=self.ring)
-        return table, (0 if self.table is None else table.shape[1], *numbers), kinds
+def _where(c: CacheRows) -> tuple[list[Tensor], Tensor, tuple[int, ...], dict[str, Any]]:
+    """Of an NSACache, or the caches of nsa_with_kvcache: raw keys and values, the kernels' TABLE,
+    (table_len, raw_rows, cmp_rows, pages, most) and constants. most: compressed tokens that a
+    sequence has room for. Where there are no raw caches nobody reads raw tokens, and those of
+    selection stand for them."""
+    raw = [c.k_sel, c.v_sel] if c.k_raw is None else [c.k_raw, c.v_raw]
+    l, d, table = c.sizes["l"], c.sizes["d"], c.block_table
+    page = 0 if table is None else c.k_cmp.shape[1] * d
+    numbers = raw[0].shape[1], c.k_cmp.shape[1], len(c.k_cmp), num_compressed(c.max_len, l, d)
+    kinds = dict(PAGE=0 if c.ring else page, CMP_PAGE=page // d, RING=c.ring)
+    if table is None:
+        return raw, c.lens, (0, *numbers), kinds
+    return raw, table, (table.shape[1], *numbers), kinds
 
 
 @triton.jit
@@ -270,44 +240,46 @@ def _decode_phi_outer_kernel(
 
 
 @on_its_device
-def due_rows(lens: Tensor, b: Blocks, due: int, T: int) -> tuple[Tensor, Tensor]:
+def due_rows(lens: Tensor, c: CacheRows, due: int, T: int) -> tuple[Tensor, Tensor]:
     """The raw keys and values, as they are stored, of the `due` blocks that T new tokens may fill:
-    [B * due, l, G, Dk] and [.., Dv]; zeros of a block that is not full yet. lens is b's."""
-    k, v = (x.new_empty(len(lens) * due, b.l, *x.shape[2:]) for x in (b.k_raw, b.v_raw))
+    [B * due, l, G, Dk] and [.., Dv]; zeros of a block that is not full yet. lens is c's."""
+    raw, table, numbers, kinds = _where(c)
+    l, d = c.sizes["l"], c.sizes["d"]
+    k, v = (x.new_empty(len(lens) * due, l, *x.shape[2:]) for x in raw)
     widths = k[0, 0].numel(), v[0, 0].numel()
-    table, numbers, kinds = b.where()
     launch(
-        _decode_raw_kernel, (len(lens) * due * b.l, cdiv(max(widths), BLOCK)), b.k_raw, b.v_raw,
-        lens, table, k, v, *widths, *numbers, b.most, due, T, b.l, b.d, **kinds, BLOCK=BLOCK,
+        _decode_raw_kernel, (len(lens) * due * l, cdiv(max(widths), BLOCK)), *raw, lens, table, k,
+        v, *widths, *numbers, due, T, l, d, **kinds, BLOCK=BLOCK,
     )  # fmt: skip
     return k, v
 
 
 @on_its_device
-def emit_due(lens: Tensor, b: Blocks, k: Tensor, v: Tensor, due: int, T: int) -> None:
+def emit_due(lens: Tensor, c: CacheRows, k: Tensor, v: Tensor, due: int, T: int) -> None:
     """Store the compressed tokens k, v [B * due, G, D] whose blocks T new tokens fill. lens is
-    b's."""
-    table, numbers, kinds = b.where()
+    c's."""
+    _, table, numbers, kinds = _where(c)
     G, D = k.shape[-2:]
     launch(
         _decode_emit_kernel, (len(lens) * due, G), k.contiguous(), v.contiguous(), lens, table,
-        b.k_cmp, b.v_cmp, *b.descales, G, *numbers, b.most, due, T, b.l, b.d, D=D, DV=v.shape[-1],
-        BLOCK=pow2(max(D, v.shape[-1])), **kinds, num_warps=1,
+        c.k_cmp, c.v_cmp, *c.descales, G, *numbers, due, T, c.sizes["l"], c.sizes["d"], D=D,
+        DV=v.shape[-1], BLOCK=pow2(max(D, v.shape[-1])), **kinds, num_warps=1,
     )  # fmt: skip
 
 
-def learnt(phi: Any, b: Blocks, D: int) -> tuple[Tensor, ...] | None:
-    """Weights of an MLP that makes a compressed token of D columns of b's raw ones, and of which
+def learnt(phi: Any, c: CacheRows, D: int) -> tuple[Tensor, ...] | None:
+    """Weights of an MLP that makes a compressed token of D columns of c's raw ones, and of which
     emit_mlp() has kernels; None of any other phi."""
     weights = phi.for_kernel() if isinstance(phi, MLPCompression) else None
-    if weights is None or (phi.l, phi.d) != (b.l, b.d):
+    l = c.sizes["l"]
+    if weights is None or (phi.l, phi.d) != (l, c.sizes["d"]):
         return None
     hidden = len(weights[1])
-    shapes = (b.l, D), (hidden, b.l * D), (hidden,), (D, hidden), (D,)
-    if hidden > MOST_HIDDEN or b.l > PARTS * MOST_TOKENS:
+    shapes = (l, D), (hidden, l * D), (hidden,), (D, hidden), (D,)
+    if hidden > MOST_HIDDEN or l > PARTS * MOST_TOKENS:
         return None
     if any(
-        x.shape != shape or x.device != b.lens.device
+        x.shape != shape or x.device != c.lens.device
         for x, shape in zip(weights, shapes, strict=True)
     ):
         return None
@@ -320,7 +292,7 @@ def _phi_plan(
     v_hidden: int, **kinds: Any,
 ) -> tuple[tuple, tuple, dict, dict, dict]:  # fmt: skip
     """Grids and constants of the two launches, and by layout of the arguments what
-    launch_planned() keeps. sizes: Dk, Dv, l. kinds: of Blocks.where()."""
+    launch_planned() keeps. sizes: Dk, Dv, l. kinds: of _where()."""
     D, DV, l = sizes
     # Rows of the first launch's products: more read the weights less often, while they fit.
     many = min(dot_size(rows), 64 if max(D, DV, k_hidden, v_hidden) <= 128 else 16)
@@ -341,24 +313,25 @@ def _phi_plan(
 @untraced  # launch_planned() goes by addresses
 @on_its_device
 def emit_mlp(
-    lens: Tensor, b: Blocks, due: int, T: int, k: tuple[Tensor, ...], v: tuple[Tensor, ...]
+    lens: Tensor, c: CacheRows, due: int, T: int, k: tuple[Tensor, ...], v: tuple[Tensor, ...]
 ) -> None:
     """Store the compressed tokens, of the next `due` blocks of each sequence, whose blocks T new
     tokens fill.
 
     k, v: of phi's MLP position [l, D], weight [hidden, l * D] and bias [hidden] of the first layer,
-    weight [D, hidden] and bias [D] of the second, from learnt(). lens is b's.
+    weight [D, hidden] and bias [D] of the second, from learnt(). lens is c's.
     """
-    G, D = b.k_raw.shape[2:]
+    G, D = c.k_cmp.shape[2:]
     rows, hidden = len(lens) * due * G, (len(k[1]), len(v[1]))
-    table, numbers, kinds = b.where()
+    raw, table, numbers, kinds = _where(c)
+    l = c.sizes["l"]
     first, second, inner, outer, layouts = _phi_plan(
-        (D, b.v_raw.shape[-1], b.l), lens.device, b.dtype, rows, *hidden, **kinds
+        (D, c.v_cmp.shape[-1], l), lens.device, c.dtype, rows, *hidden, **kinds
     )
     k, v = ([x.contiguous() for x in one] for one in (k, v))
     made = [torch.empty(PARTS, rows, n, dtype=torch.float32, device=lens.device) for n in hidden]
-    tensors = (lens, table, b.k_raw, b.v_raw, b.k_cmp, b.v_cmp, *b.descales, *made, *k, *v)
-    counts = (rows, G, *numbers, b.most, due, T, b.l, b.d)
+    tensors = (lens, table, *raw, c.k_cmp, c.v_cmp, *c.descales, *made, *k, *v)
+    counts = (rows, G, *numbers, due, T, l, c.sizes["d"])
     compiled, addresses = by_layout(layouts, counts, tensors)
     lens, table, k_raw, v_raw, k_cmp, v_cmp, k_descale, v_descale, k_made, v_made, *weights = (
         addresses if len(compiled) == 2 else tensors
@@ -376,20 +349,19 @@ def emit_mlp(
     )  # fmt: skip
 
 
-def emit(b: Blocks, due: int, T: int, phi_k: Phi, phi_v: Phi) -> None:
+def emit(c: CacheRows, due: int, T: int, phi_k: Phi, phi_v: Phi) -> None:
     """Make and store the compressed tokens, at most `due` of each sequence, whose blocks T new
     tokens fill. phi_k, phi_v: [n, l, G, D] -> [n, 1, G, D], else ValueError."""
-    D, DV = b.k_raw.shape[-1], b.v_raw.shape[-1]
-    k, v = learnt(phi_k, b, D), learnt(phi_v, b, DV)
+    k, v = learnt(phi_k, c, c.k_cmp.shape[-1]), learnt(phi_v, c, c.v_cmp.shape[-1])
     if k is not None and v is not None:
-        return emit_mlp(b.lens, b, due, T, k, v)
+        return emit_mlp(c.lens, c, due, T, k, v)
     made = []
     with torch.no_grad():
         for name, phi, raw, descale in zip(
-            ("phi_k", "phi_v"), (phi_k, phi_v), due_rows(b.lens, b, due, T), b.descales, strict=True
+            ("phi_k", "phi_v"), (phi_k, phi_v), due_rows(c.lens, c, due, T), c.descales, strict=True
         ):
             if raw.dtype == fp8.E4M3:
                 of_batch = raw.unflatten(0, (-1, due)).flatten(1, 2)
-                raw = fp8.dequantize(of_batch, descale, b.dtype).view(raw.shape)
+                raw = fp8.dequantize(of_batch, descale, c.dtype).view(raw.shape)
             made.append(made_by(name, phi, raw)[:, 0])
-    emit_due(b.lens, b, made[0], made[1], due, T)
+    emit_due(c.lens, c, made[0], made[1], due, T)
