@@ -15,12 +15,7 @@ class Parser(argparse.ArgumentParser):
         The value is args.top_k.
         """
         both = [
-            spelled
-            for name in names
-            for spelled in (
-                (f"--{name[2:].replace('_', '-')}", f"--{name[2:].replace('-', '_')}")
-                if name.startswith("--")
-                else (name,)
-            )
-        ]
+            "--" + name[2:].replace(old, new) if name.startswith("--") else name
+            for name in names for old, new in ("_-", "-_")
+        ]  # fmt: skip
         return super().add_argument(*dict.fromkeys(both), **kwargs)

@@ -143,14 +143,9 @@ def _selected_triton(args: Args, flags: Flags) -> Selected:
     if cu is not None:
         q, k, v, ranges = (x[None] for x in (q, k, v, _in_pack(ranges, cu)))
     result = selection_ranges_triton(
-        q.unflatten(2, (k.shape[2], -1)),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        ranges,
-        path=args.get("path"),
-        flags=flags,
-        **_only(args, "softmax_scale", "return_lse"),
-    )
+        q.unflatten(2, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), ranges,
+        path=args.get("path"), flags=flags, **_only(args, "softmax_scale", "return_lse"),
+    )  # fmt: skip
     rows = lambda x: x.flatten(2, 3) if cu is None else x[0].flatten(1, 2)
     return tuple(map(rows, result)) if args["return_lse"] else rows(result)
 

@@ -296,22 +296,6 @@ def _int32(x: Tensor) -> Tensor:
     return x.to(torch.int32).contiguous()
 
 
-def _as_read(
-    q: Tensor, gates: Tensor, lens: Tensor, caches: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, gates and lens as kernels read them, which take no strides. Raises for what has to be
-    read in place and cannot, and where a gradient is needed."""
-    if torch.is_grad_enabled() and needs_grad(q, gates, *caches):
-        detail = "a decode step has no gradient of q, gates, keys and values"
-        raise RouteUnavailable("triton", "needs_grad", detail)
-    apart = [not x.is_contiguous() for x in caches]
-    if True in apart:  # a copy in every step would be slow without a word
-        which = apart.index(True)
-        name = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")[which]
-        raise ValueError(f"{name} must be contiguous, got strides {caches[which].stride()}")
-    return q.contiguous(), gates.contiguous(), _int32(lens)
-
-
 @untraced  # launch_planned() goes by addresses
 @on_its_device
 def nsa_decode_triton(
@@ -345,7 +329,16 @@ def nsa_decode_triton(
     Raises NotImplementedError for sizes that no kernel serves, RouteUnavailable where a gradient is
     needed, which nsa.nsa_attention has, and ValueError for caches that are not contiguous.
     """
-    q, gates, lens = _as_read(q, gates, lens, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win))
+    caches = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+    if torch.is_grad_enabled() and needs_grad(q, gates, *caches):
+        detail = "a decode step has no gradient of q, gates, keys and values"
+        raise RouteUnavailable("triton", "needs_grad", detail)
+    apart = [not x.is_contiguous() for x in caches]
+    if True in apart:  # a copy in every step would be slow without a word
+        which = apart.index(True)
+        name = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")[which]
+        raise ValueError(f"{name} must be contiguous, got strides {caches[which].stride()}")
+    q, gates, lens = q.contiguous(), gates.contiguous(), _int32(lens)
     if branch not in (None, "cmp", "sel", "win"):
         raise ValueError(f"branch must be None, 'cmp', 'sel' or 'win', got {branch!r}")
     if (branch == "sel") != (block_indices is not None):
@@ -377,7 +370,7 @@ def nsa_decode_triton(
     table = lens if block_table is None else _int32(block_table)
     table_len = 0 if block_table is None else block_table.shape[1]
     cmp_rows, sel_rows, win_rows = k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
-    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lens, table, indices, out)
+    tensors = (q, *caches, gates, lens, table, indices, out)
     descales: tuple[Tensor, ...] = ()
     if fp8:
         assert k_descale is not None and v_descale is not None

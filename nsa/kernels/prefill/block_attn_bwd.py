@@ -404,15 +404,15 @@ def block_attention_bwd(
     one_pass = in_gluon or fused
     if not in_gluon:  # which does so itself
         k, v = keys_for_backward(k), values_for_backward(v)
+    given = (grad_out, q, k, v, by, lse, delta)
     if not one_pass:
-        dq = _dq_by_rows(grad_out, q, k, v, by, lse, delta, dq, signed)
+        dq = _dq_by_rows(given, dq, signed)
     s_q, s_kv = by.lengths(q, k) if cu_seqlens is None else (1, cu_seqlens.numel() - 1)
     lists = rows_of_tiles(block_indices, block_size // tile, tile, s_kv, cu_seqlens)
     like = dict(dtype=torch.float32, device=q.device)
     if one_pass:
         out_k, out_v = zero_sums(k, v)
         if in_gluon and reach is not None and in_gluon.adds_halves(q, by.n_sel, block_size):
-            given = (grad_out, q, k, v, by, lse, delta)
             anew = partial(_dq_anew, given=given, signed=signed)
             acc = zero_halves(q, k, v, reach, anew)
         else:
@@ -465,11 +465,9 @@ def _partial_rows(x: torch.Tensor, lists: TileRows, tile: int) -> torch.Tensor:
     return rows[more:]
 
 
-def _dq_by_rows(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, by: Selection,
-    lse: torch.Tensor, delta: torch.Tensor, dq: torch.Tensor | None, signed: bool,
-) -> torch.Tensor:  # fmt: skip
+def _dq_by_rows(given: Given, dq: torch.Tensor | None, signed: bool) -> torch.Tensor:
     """dQ, or dq with dQ / softmax_scale added to it: one program per token and group."""
+    grad_out, q, k, v, by, lse, delta = given
     groups = v.shape[-2]
     accumulate = dq is not None
     dq, scale = (dq, 1.0) if accumulate else (torch.empty_like(q), by.softmax_scale)
@@ -482,8 +480,8 @@ def _dq_by_rows(
         )  # fmt: skip
     _launch_dq(
         _block_attn_bwd_dq_kernel, (lse.numel() // q.shape[-2], groups),
-        unions.state if unions else by.blocks, (dq,), (grad_out, q, k, v, by, lse, delta),
-        scale=scale, accumulate=accumulate, UNION=unions.queries if unions else 0, SIGNED=signed,
+        unions.state if unions else by.blocks, (dq,), given, scale=scale, accumulate=accumulate,
+        UNION=unions.queries if unions else 0, SIGNED=signed,
     )  # fmt: skip
     return dq
 
