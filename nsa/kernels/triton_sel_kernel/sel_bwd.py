@@ -257,18 +257,14 @@ def sel_bwd_ranges(
     part_dv = torch.empty(lists.n_slots, KEY_TILE, dv_dim, dtype=torch.float32, device=k.device)
     launch(
         _sel_attn_bwd_dkdv_kernel, (lists.n_items, KEY_TILE // tiles.block_l),
-        q, k, v, grad_out, lse, delta, lists.rows, lists.masks, lists.tile_begin,
-        lists.item_begin, lists.item_tile, lists.slot_begin, dk, dv, part_dk, part_dv,
-        lists.n_tiles, lists.tiles_per_group, lists.chunk, n_keys, G, H, *k_strides, *v_strides,
-        softmax_scale, softmax_scale * LOG2E, TILE=KEY_TILE,
+        q, k, v, grad_out, lse, delta, *lists[:6], dk, dv, part_dk, part_dv, *lists[6:9], n_keys, G,
+        H, *k_strides, *v_strides, softmax_scale, softmax_scale * LOG2E, TILE=KEY_TILE,
         HEADS=padded_heads(H), ROWS=tiles.rows, **common, **tiles.constants,
     )  # fmt: skip
-    for part, x in ((part_dk, dk), (part_dv, dv)):
-        dim = x.shape[-1]
-        block = 1024
+    for part, x, dim in ((part_dk, dk, D), (part_dv, dv, dv_dim)):
         launch(
-            _sel_attn_bwd_sum_kernel, (lists.n_tiles, cdiv(KEY_TILE * dim, block)),
+            _sel_attn_bwd_sum_kernel, (lists.n_tiles, cdiv(KEY_TILE * dim, 1024)),
             part, x, lists.item_begin, lists.slot_begin, lists.tiles_per_group, n_keys,
-            DIM=dim, TILE=KEY_TILE, BLOCK=block, num_warps=4,
+            DIM=dim, TILE=KEY_TILE, BLOCK=1024, num_warps=4,
         )  # fmt: skip
     return dq, dk, dv

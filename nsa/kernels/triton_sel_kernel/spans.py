@@ -7,7 +7,7 @@ slots cum[i] .. cum[i + 1]; unused ones are empty and last. Rows are (b, s, g) i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -53,9 +53,9 @@ def clean_spans(ranges: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
     return starts, cum
 
 
-@dataclass(frozen=True)
-class KeyLists:
-    """Which rows attend each tile of KEY_TILE keys, and how that work is cut into items.
+class KeyLists(NamedTuple):
+    """Which rows attend each tile of KEY_TILE keys, and how that work is cut into items: what the
+    kernels take, then how many items and slots there are.
 
     Tile j = (b * G + g) * tiles_per_group + key // KEY_TILE. rows[tile_begin[j]:tile_begin[j + 1]]
     are its rows in ascending order, masks their 64-bit key masks. An item is at most `chunk` of
@@ -71,9 +71,9 @@ class KeyLists:
     slot_begin: Tensor
     n_tiles: int
     tiles_per_group: int
+    chunk: int
     n_items: int
     n_slots: int
-    chunk: int
 
 
 @triton.jit
@@ -157,6 +157,6 @@ def key_lists(
             TILE=KEY_TILE, BLOCK=128, num_warps=4,
         )  # fmt: skip
     return KeyLists(
-        rows, masks, tile_begin, item_begin, item_tile, slot_begin, n_tiles, per_group, n_items,
-        2 * capacity // chunk, chunk,
+        rows, masks, tile_begin, item_begin, item_tile, slot_begin, n_tiles, per_group, chunk,
+        n_items, 2 * capacity // chunk,
     )  # fmt: skip
