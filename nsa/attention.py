@@ -784,12 +784,10 @@ def _may_append(cache: NSACache, backend: Backend | None, flags: Flags) -> bool:
     if cache.k_descale is not None and (kind[1].capability or (9, 0)) < (8, 9):
         return False  # without instructions for e4m3
     try:
-        route = dispatch.decide(kind[1], flags, backend).route
+        decision = dispatch.decide(kind[1], flags, backend)
     except dispatch.RouteUnavailable:
         return False
-    if dispatch.parse_backend(backend) is None and failed.known(*kind):
-        return False
-    return route is Route.TRITON
+    return decision.route is Route.TRITON and bool(decision.requested or not failed.known(*kind))
 
 
 def decode_composed(args: dict[str, Any], flags: Flags) -> tuple[Tensor, Tensor]:

@@ -95,12 +95,10 @@ class KVCaches(CacheRows, BranchKV):
     def row(self, b: int) -> KVCaches:
         """Sequence b alone, to read."""
         names = ["lens"] if self.k_descale is None else ["lens", "k_descale", "v_descale"]
-        if self.block_table is not None:
-            names.append("block_table")
-        if self.block_table is None or self.ring:
-            names += "k_win", "v_win"
         if self.block_table is None:
-            names += "k_cmp", "v_cmp", "k_sel", "v_sel"
+            names += "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"
+        else:
+            names += ("block_table", "k_win", "v_win") if self.ring else ("block_table",)
         return replace(self, **{name: getattr(self, name)[b : b + 1] for name in names})
 
     def _rows_at(self, name: str, positions: Tensor) -> Tensor:

@@ -186,11 +186,9 @@ class NSACacheLayer(DynamicLayer):
         self.several = rows is None
         if rows is None or d_k % 2 or any(end != N or first == N for first, end in rows):
             return
-        sizes = {name: how[name] for name in ("l", "d", "l_sel", "n_sel", "n_init", "n_local")}
-        config = NSAConfig(
-            dim=heads * d_k, heads=heads, groups=G, d_k=d_k, d_v=v.shape[-1], window=how["window"],
-            **sizes,
-        )  # fmt: skip
+        names = "l", "d", "l_sel", "n_sel", "n_init", "n_local", "window"
+        sizes = dict(dim=heads * d_k, heads=heads, groups=G, d_k=d_k, d_v=v.shape[-1])
+        config = NSAConfig(**sizes, **{name: how[name] for name in names})
         self.first = [first for first, _ in rows]
         lengths = [N - first for first in self.first]
         if k_cmp.ndim == 3:

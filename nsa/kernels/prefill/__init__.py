@@ -1,6 +1,6 @@
 """Prefill and training kernels: compressed, selected and sliding attention, the choice of blocks.
 
-Importing this package needs PyTorch only; Triton is imported when a kernel runs.
+Importing this package needs Triton; a kernel's own module is imported when it runs.
 """
 
 from nsa.kernels.prefill.block_attn import selection_blocks_triton
