@@ -298,35 +298,30 @@ def propose_config(
         entry = {**(devices.get(device) or {}), **settings}
         if "use_triton_sel" not in settings and entry.get("use_triton_sel") is False:
             del entry["use_triton_sel"]
+        at, mapping = _children(_children(yaml.compose(text))["runtime"][1])["devices"]
     except (KeyError, TypeError, AttributeError, yaml.YAMLError) as e:
         raise ValueError(f"the configuration has no mapping runtime.devices: {e!r}") from e
     expected["runtime"]["devices"] = {**devices, device: entry}
 
+    # A device's name stands at four spaces, its settings at six.
+    made = lambda indent, pair: indent + yaml.safe_dump(pair, width=1000).strip()
+    fresh = [made(" " * 6, {k: v}) for k, v in settings.items()]
+    if fresh and comment:
+        fresh[0] += f"  # {' '.join(comment.split())}"
+    head = made(" " * 4, {device: None}).removesuffix(" null")
     lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if re.match(r"  devices:", line)), None)
-    if start is not None:
-        lines[start] = re.sub(r"^(  devices:)\s*\{\s*\}", r"\1", lines[start])
-        end = start + 1
-        while end < len(lines) and (not lines[end].strip() or lines[end].startswith("    ")):
-            end += 1
-        while not lines[end - 1].strip():
-            end -= 1
-        # A device's name at four spaces, its settings at six.
-        heads = [i for i in range(start + 1, end) if re.match(r" {4}[^\s#]", lines[i])]
-        mine = next((i for i in heads if _pair(lines[i])[0] == device), None)
-        last = next((i for i in heads if mine is not None and i > mine), end)
-        body = [] if mine is None else lines[mine + 1 : last]
-        gone = set(devices.get(device) or {}) - set(entry)
-        kept = [line for line in body if _pair(line)[0] not in {*settings, *gone}]
-        if mine is not None and _pair(lines[mine])[1]:  # {key: value} on one line
-            kept = [_entry(k, v) for k, v in entry.items() if k not in settings]
-        fresh = [_entry(k, v) for k, v in settings.items()]
-        if fresh and comment:
-            fresh[0] += f"  # {' '.join(comment.split())}"
-        head = "    " + yaml.safe_dump({device: None}, width=1000).strip().removesuffix(" null")
-        block = [head, *kept, *fresh]
-        at = end if mine is None else mine
-        lines[at : last if mine is not None else end] = block
+    lines[at] = re.sub(r"\{\s*\}", "", lines[at]).rstrip()
+    first = end = _line_after(mapping)
+    kept: list[str] = []
+    if device in devices:
+        first, mine = _children(mapping)[device]
+        end, known = _line_after(mine), _children(mine)
+        if mine.flow_style:  # {key: value} on one line
+            kept = [made(" " * 6, {k: v}) for k, v in entry.items() if k not in settings]
+        else:
+            other = {line for k, (line, _) in known.items() if k in settings or k not in entry}
+            kept = [lines[i] for i in range(first + 1, end) if i not in other]
+    lines[first:end] = [head, *kept, *fresh]
     edited = "\n".join(lines) + "\n"
     try:
         same = yaml.safe_load(edited) == expected
@@ -339,17 +334,17 @@ def propose_config(
     return edited
 
 
-def _entry(key: str, value: Any) -> str:
-    return "      " + yaml.safe_dump({key: value}, width=1000).strip()
+def _children(mapping: yaml.Node) -> dict[str, tuple[int, yaml.Node]]:
+    """By the keys of a mapping: the line of the key, and its value."""
+    pairs = mapping.value if isinstance(mapping, yaml.MappingNode) else ()
+    return {key.value: (key.start_mark.line, value) for key, value in pairs}
 
 
-def _pair(line: str) -> tuple[Any, Any]:
-    """Key and value of a line that holds one, else (None, None)."""
-    try:
-        parsed = yaml.safe_load(line.strip())
-    except yaml.YAMLError:
-        return None, None
-    return next(iter(parsed.items())) if isinstance(parsed, dict) and parsed else (None, None)
+def _line_after(node: yaml.Node) -> int:
+    """The line behind the last one of a value; what stands between it and the next one is none."""
+    while isinstance(node, yaml.MappingNode) and not node.flow_style:
+        node = node.value[-1][1]
+    return node.end_mark.line + 1
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -380,7 +375,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     least = args.min_speedup
     if not (math.isfinite(least) and least >= 1):
         parser.error(f"argument --min-speedup: must be a finite number of 1 or more, got {least}")
-    fa2: dict[tuple[str, str], Answer] = {}  # by branch and baseline
+    # By the name of the setting, None where nothing can be said.
+    fa2: dict[str, Answer | None] = {
+        f"fa2_min_len_{branch}{suffix}": None
+        for suffix in FA2_BASELINES.values() for branch in ("win", "cmp")
+    }  # fmt: skip
     try:
         rows = [row for path in args.csv for row in load(path, _SEL_COLUMNS)]
         more = load(args.fa2, _FA2_COLUMNS) if args.fa2 else []
@@ -388,14 +387,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             same_environment(rows + more)
         cells = selection_cells(rows)
         gaps = missing_evidence(cells, DISTRIBUTIONS)
-        baselines = FA2_BASELINES if args.fa2 else ()
-        for baseline, branch in itertools.product(baselines, ("win", "cmp")):
+        asked = itertools.product(FA2_BASELINES, ("win", "cmp")) if args.fa2 else ()
+        for (baseline, branch), name in zip(asked, fa2, strict=False):
             found = fa2_cells(more, branch, baseline)
             lacking = missing_evidence(found, ())
             if lacking:
                 note(f"fa2_min_len_{branch} against {baseline}: no proposal: {'; '.join(lacking)}")
             else:
-                fa2[branch, baseline] = smallest(found, (), least)
+                fa2[name] = smallest(found, (), least)
     except (OSError, ValueError) as error:
         note(f"no threshold can be proposed: {error}", "warn")
         return 1
@@ -404,25 +403,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     answer = smallest(cells, DISTRIBUTIONS, least)
     device = rows[0][1]["device"].strip()
-    lengths = {
-        (b, name): fa2[b, name].min_length if (b, name) in fa2 else None
-        for name in FA2_BASELINES for b in ("win", "cmp")
-    }  # fmt: skip
     print(f"device: {device}; {len(rows)} rows; at least {least:g}x at the lower bound")
     print(_words(answer, "sel_triton_min_L"))
     print("  for selection_attention called alone; nsa_attention, the layers and decode steps have "
           "no threshold")  # fmt: skip
-    for (branch, baseline), result in fa2.items():
-        print(_words(result, f"fa2_min_len_{branch}", " keys", f" against {baseline}"))
+    for name, result in fa2.items():
+        if result:
+            baseline = "triton" if name.endswith("_triton") else "sdpa"
+            name = name.removesuffix("_triton")
+            print(_words(result, name, " keys", f" against {baseline}"))
     emit("recommend", {
         "sel_triton_min_L": answer.min_length,
-        **{f"fa2_min_len_{b}{FA2_BASELINES[name]}": n for (b, name), n in lengths.items()},
+        **{name: a and a.min_length for name, a in fa2.items()},
         "confidence": answer.confidence,
         "blocking_case": answer.blocking, "device": device, "rows": answer.rows,
         "min_speedup": least,
-        **{f"fa2_{b}{FA2_BASELINES[name]}_why":
+        **{f"{name.replace('min_len_', '')}_why":
            f"{a.confidence}; {a.blocking}" if a.blocking else a.confidence
-           for (b, name), a in fa2.items()},
+           for name, a in fa2.items() if a},
     })  # fmt: skip
     if args.write:
         names = " ".join(Path(path).name for path in args.csv)
@@ -431,8 +429,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if answer.min_length is not None:
             settings["sel_triton_min_L"] = answer.min_length
             comments.append(f"{names}: {answer.confidence}")
-        fresh = {f"fa2_min_len_{b}": n for (b, name), n in lengths.items()
-                 if name == "sdpa" and n is not None}  # fmt: skip
+        fresh = {name: a.min_length for name, a in fa2.items()
+                 if not name.endswith("_triton") and a and a.min_length is not None}  # fmt: skip
         if fresh:
             settings |= fresh
             comments.append("fa2_min_len_*: against SDPA, for NSA_USE_FA2=1 with Triton off")

@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
@@ -48,31 +49,20 @@ LONG = 320  # keys from which the kernels for long sequences serve
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
-class CompileOnly:
+def compile_only(arch: int) -> SimpleNamespace:
     """What Triton asks its driver for, for a GPU of capability `arch`."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-        self.utils = self
-        self.launcher_cls = lambda source, metadata: lambda *args: None
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_LIMIT[self.arch]}
-
-    def load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
-        return 1, 1, 0, 0, 1024  # module, function, registers, spills, most threads
+    found = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_active_torch_device=lambda: torch.device("cpu"),
+        get_device_properties=lambda device: {"max_shared_mem": SHARED_LIMIT[arch]},
+        launcher_cls=lambda source, metadata: lambda *args: None,
+        # Module, function, registers, spills, most threads.
+        load_binary=lambda *args: (1, 1, 0, 0, 1024),
+    )
+    found.utils = found
+    return found
 
 
 def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
@@ -84,7 +74,7 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
     from nsa.kernels.prefill import block_attn_fwd_hopper, block_sums, hopper
     from nsa.kernels.triton_sel_kernel import sel_fwd
 
-    driver.set_active(CompileOnly(arch))
+    driver.set_active(compile_only(arch))
     for found in pkgutil.walk_packages(kernels.__path__, "nsa.kernels."):
         importlib.import_module(found.name)
     for name, module in list(sys.modules.items()):

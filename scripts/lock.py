@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
@@ -45,17 +46,13 @@ CALLS_OF = (80, 90, 120)  # one each of three ways to fit kernels
 def fresh_cache() -> Iterator[None]:
     """A stale entry would hide a compiler error; and the compiler's many objects set off one search
     for garbage after the other."""
-    before = os.environ.get("TRITON_CACHE_DIR")
     gc.disable()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = folder
         try:
-            yield
+            with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
+                yield
         finally:
             gc.enable()
-            os.environ.pop("TRITON_CACHE_DIR")
-            if before is not None:
-                os.environ["TRITON_CACHE_DIR"] = before
 
 
 def api() -> list[str]:

@@ -63,9 +63,18 @@ def nvidia_hardware() -> str | None:
 
 def choose(install: bool = True) -> dict:
     """The interpreter to use and why. Raises SetupFailed."""
-    given = os.environ.get("PYTHON")
-    hardware = nvidia_hardware()
-    problems: list[str] = []
+    given, hardware = os.environ.get("PYTHON"), nvidia_hardware()
+    choice = {"hardware": hardware, "problems": [], "missing": [], "pythonpath": ""}
+
+    def beside(path: str, why: str) -> dict:
+        """This interpreter, with the small packages that it lacks put beside it."""
+        choice.update(python=path, why=why)
+        if install:
+            folder, choice["missing"], problem = pythons.add_small_packages(path)
+            choice["problems"] += [problem] if problem else []
+            choice["pythonpath"] = str(folder) if folder else ""
+        return choice
+
     if given:
         path = shutil.which(given)
         facts = pythons.ask(path, pythons.FACTS, timeout_s=20) if path else None
@@ -74,7 +83,7 @@ def choose(install: bool = True) -> dict:
         if tuple(facts["version"]) < LEAST:
             version = ".".join(map(str, facts["version"]))
             raise WrongPython(f"PYTHON={given} is Python {version}; 3.10 or later is needed")
-        return finish(path, "given as PYTHON", hardware, problems, install)
+        return beside(path, "given as PYTHON")
     if hardware:
         say(f"== {hardware}; looking for a torch that sees it")
         for facts in pythons.distinct(pythons.interpreters()):
@@ -83,31 +92,19 @@ def choose(install: bool = True) -> dict:
             seen = pythons.ask(facts["path"], CUDA) or {"works": False, "error": "no answer"}
             if seen["works"]:
                 why = f"torch {seen['torch']} of {facts['path']} sees the GPU; used as it is"
-                return finish(facts["path"], why, hardware, problems, install)
-            problems.append(
+                return beside(facts["path"], why)
+            choice["problems"].append(
                 f"{facts['path']}: torch {seen.get('torch', '')} does not see the GPU"
                 + (f" ({seen['error']})" if seen.get("error") else "")
             )
         folder, requirements = ROOT / ".venv-gpu", ROOT / "requirements.txt"
     else:
         folder, requirements = ROOT / ".venv", ROOT / "requirements-cpu.txt"
-    why = f"{folder.name} from {requirements.name}"
-    python = str(folder / "bin" / "python")
+    choice["why"] = f"{folder.name} from {requirements.name}"
+    choice["python"] = str(folder / "bin" / "python")
     if install:
-        python = pythons.make_venv(folder, requirements)
-    return {"python": python, "why": why, "hardware": hardware, "problems": problems,
-            "missing": [], "pythonpath": ""}  # fmt: skip
-
-
-def finish(python: str, why: str, hardware: str | None, problems: list[str], install: bool) -> dict:
-    """A chosen interpreter with the small packages that it lacks put beside it."""
-    folder, missing, problem = None, [], None
-    if install:
-        folder, missing, problem = pythons.add_small_packages(python)
-    if problem:
-        problems = [*problems, problem]
-    return {"python": python, "why": why, "hardware": hardware, "problems": problems,
-            "missing": missing, "pythonpath": str(folder) if folder else ""}  # fmt: skip
+        choice["python"] = pythons.make_venv(folder, requirements)
+    return choice
 
 
 def usage_error(argv: list[str]) -> str | None:
