@@ -73,21 +73,6 @@ def run(tmp_path, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("T", [1, 3])
-def test_the_plain_computation_gives_the_truth(T):
-    """Where it did not, its error would widen every limit."""
-    step = make(batch=2, T=T)
-    truth = {branch: step.truth(branch, step.blocks) for branch in BRANCHES}
-    truth["full"] = step.total_truth(step.blocks)
-    for part, want in truth.items():
-        got = step.plain(part, step.blocks).double()
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-    twice = torch.cat(
-        [step.blocks, step.blocks[..., :1]], -1
-    )  # one that is named again counts once
-    torch.testing.assert_close(step.plain("sel", twice).double(), truth["sel"], rtol=0, atol=1e-5)
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
