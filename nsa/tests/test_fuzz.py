@@ -85,8 +85,19 @@ def rounded(attend):
     return run
 
 
-def a_key_too_few(sliding):
-    return lambda q, k, v, *, window, **how: sliding(q, k, v, window=max(1, window - 1), **how)
+def a_key_too_few(chunked):
+    """Rows that see several keys do not see the oldest."""
+
+    def fewer(q, k, v, mask_of, *more):
+        def mask(first, last):
+            seen = mask_of(first, last)
+            oldest = seen.int().argmax(-1, keepdim=True)
+            alone = seen.sum(-1, keepdim=True) < 2
+            return seen & ((torch.arange(seen.shape[-1]) != oldest) | alone)
+
+        return chunked(q, k, v, mask, *more)
+
+    return fewer
 
 
 def raises(*args, **kwargs):
@@ -98,7 +109,7 @@ def without_forced(top_blocks):
 
 
 PLANTED = {  # operation, where, what, and what is told
-    "a key too few": ("sliding", (reference, "sliding_attention"), a_key_too_few, "out: row"),
+    "a key too few": ("sliding", (reference, "_chunked"), a_key_too_few, "out: row"),
     "lost bits": ("compressed", (reference, "_attend"), rounded, "out: row"),
     "NaN that nobody sees": (
         "sliding", (reference, "finite"),
