@@ -51,7 +51,7 @@ def device(kernel_device: str, request: pytest.FixtureRequest) -> str:
     size = params.get("shape") or params["case"]
     if kernel_device == "cpu" and size.big:
         pytest.skip("a GPU's size: the interpreter would take hours")
-    if kernel_device == "cuda" and not size.big and hasattr(size, "block"):
+    if kernel_device == "cuda" and not size.big and hasattr(size, "interpreted"):
         pytest.skip("the interpreter's size: a GPU's tiles are longer than these sequences")
     return kernel_device
 

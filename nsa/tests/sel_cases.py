@@ -1,24 +1,49 @@
-"""Plain computations and parity checks that the selection kernels' tests share."""
+"""Selection by ranges: problems, the oracle and the comparison with it that its tests share.
+
+Layouts are the wrapper's: q [B, S, G, h, Dk], k [B, G, Skv, Dk], v [B, G, Skv, Dv].
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from bench.parity import MAE_LIMIT, assert_parity
-from nsa import oracle
+from nsa import dispatch, launches, oracle
+from nsa.kernels.triton_sel_kernel import selection_ranges_triton
+from nsa.tests.helpers import randn
+
+BACKWARD = ("_sel_attn_bwd_dq_kernel", "_sel_attn_bwd_dkdv_kernel", "_sel_attn_bwd_sum_kernel")
+IN_PLACE = ("_sel_attn_fwd_ranges_kernel",)
 
 
-def plain_dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+def inputs(
+    dtype=torch.float16, device="cpu", B=1, S=4, G=2, h=2, Skv=70, D=16, Dv=24, seed=0, grad=False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, each N(0, 1)."""
+    kw = {"dtype": dtype, "device": device, "requires_grad": grad}
+    return (
+        randn(B, S, G, h, D, seed=seed + 1, **kw), randn(B, G, Skv, D, seed=seed + 2, **kw),
+        randn(B, G, Skv, Dv, seed=seed + 3, **kw),
+    )  # fmt: skip
+
+
+def rows_of(spans: Sequence, device="cpu", B=1, G=1) -> Tensor:
+    """int32 ranges [B, S, G, n, 2]: `spans` [S, n, 2] for every sequence and group."""
+    ranges = torch.tensor(spans, dtype=torch.int32, device=device)
+    return ranges[None, :, None].expand(B, -1, G, -1, -1)
+
+
+def plain_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T) v in the inputs' own dtype: q [N, H, D], k [N, L, D], v [N, L, Dv]."""
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return torch.softmax(q @ k.transpose(1, 2) * scale, -1) @ v
+    return torch.softmax(q @ k.transpose(1, 2) / math.sqrt(q.shape[-1]), -1) @ v
 
 
 def plain_ranges(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
-    """Masked attention in the inputs' own dtype: q [B, S, G, h, D], k and v [B, G, Skv, .]."""
+    """Masked attention in the inputs' own dtype."""
     key = torch.arange(k.shape[2], device=k.device)
     seen = ((key >= ranges[..., :1]) & (key < ranges[..., 1:])).any(3)[:, :, :, None]
     s = torch.einsum("bsghd,bgld->bsghl", q, k) / math.sqrt(q.shape[-1])
@@ -32,10 +57,13 @@ def oracle_ranges(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
     return out.unflatten(2, q.shape[2:4])
 
 
-def gradients(fn, inputs, grad_out: Tensor) -> list[Tensor]:
-    """[out, *gradients] of fn on fresh leaves; zeros where nothing depends on an input."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = fn(*leaves)
+def gradients(run: Callable, tensors: Sequence[Tensor], grad_out: Tensor | None) -> list[Tensor]:
+    """[out, *gradients] of run on fresh leaves; zeros where nothing depends on an input. Without
+    grad_out the output alone."""
+    if grad_out is None:
+        return [run(*tensors)]
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = run(*leaves)
     grads = (
         torch.autograd.grad(out, leaves, grad_out.to(out.dtype), allow_unused=True)
         if out.requires_grad else [None] * len(leaves)
@@ -45,18 +73,31 @@ def gradients(fn, inputs, grad_out: Tensor) -> list[Tensor]:
     ]
 
 
-def assert_all_parity(case, got, want, same_dtype, *, kernels, launched, **kw):
-    """assert_parity for out, dQ, dK and dV. Gradients grow with the rows that share a key, so
-    their mean error may reach twice the same-dtype computation's where that exceeds the limit."""
-    for op, a, b, c in zip(("fwd", "dq", "dk", "dv"), got, want, same_dtype, strict=False):
+def check(
+    case: str, tensors: Sequence[Tensor], ranges: Tensor, *, grad_out: Tensor | None = None,
+    run: Callable | None = None, exact: Callable = oracle_ranges, kernels: Sequence[str] = (),
+    route: str = "triton", **how,
+) -> list[Tensor]:  # fmt: skip
+    """[out, *gradients if grad_out is given] of `run` (the kernels, called with `how`), each held
+    to `exact` in fp64 beside masked attention in the same dtype."""
+    run = run or (lambda *x: selection_ranges_triton(*x, ranges, **how))
+    with launches.recording() as launched, dispatch.trace() as taken:
+        got = gradients(run, tensors, grad_out)
+    wide = [x.double() for x in tensors]
+    want = gradients(lambda *x: exact(*x, ranges), wide, grad_out)
+    same = gradients(lambda *x: plain_ranges(*x, ranges), tensors, grad_out)
+    for op, a, b, c in zip(("fwd", "dq", "dk", "dv"), got, want, same, strict=False):
         limit = MAE_LIMIT[a.dtype]
         if op in ("dq", "dk") and b.abs().max() < 1e-12:
             # One key per row: dP - delta cancels, here up to the order of two fp32 sums.
             assert a.abs().max() <= 1e-5, f"{case} {op} must vanish"
             continue
-        if op != "fwd":
+        if op != "fwd":  # gradients grow with the rows that share a key
             limit = max(limit, 2 * (c.double() - b.double()).abs().mean().item())
         assert_parity(
-            case, op, a, b, c, path_requested="triton", path_taken="triton", launches=launched,
-            expect_kernels=kernels, limit_mae=limit, **kw,
+            case, op, a, b, c, path_requested=route, launches=launched, limit_mae=limit,
+            path_taken=taken[-1].route.value if taken else route,
+            fallback_reason=taken[-1].fallback_reason if taken else None,
+            expect_kernels=(*kernels, *(BACKWARD if grad_out is not None else ())),
         )  # fmt: skip
+    return got

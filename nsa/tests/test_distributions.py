@@ -7,8 +7,6 @@ one that sees an outlier.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,49 +16,29 @@ from bench.parity import assert_parity
 from nsa import blocks, launches
 from nsa.dispatch import interpreting
 from nsa.flags import Flags
-from nsa.tests.helpers import make_block_indices, randn
+from nsa.tests.cases import BF16, F16, PAPER, WIDE, Shape
+from nsa.tests.helpers import randn
 
 pytestmark = pytest.mark.kernel
-F16, BF16 = torch.float16, torch.bfloat16
 REAL = torch.cuda.is_available() and not interpreting()  # kernels run as they are
 FLAGS = Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
+NAMES = {"compressed": ("q", "k_cmp", "v_cmp")}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Queries [B, S] that stand behind q_start keys, and the sizes of NSA."""
-
-    S: int
-    q_start: int
-    B: int = 2
-    G: int = 1
-    h: int = 2
-    D: int = 16
-    dtype: torch.dtype = F16
-    l: int = 8
-    d: int = 4
-    l_sel: int = 16
-    n_sel: int = 4
-    w: int = 11
-    big: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.B}x{self.S}+{self.q_start}-G{self.G}h{self.h}-D{self.D}"
-
-    @property
-    def keys(self) -> int:
-        return self.q_start + self.S
+def shape(S: int, q_start: int, **sizes) -> Shape:
+    """Of two sequences whose queries stand behind q_start keys."""
+    return Shape((S,), q_start=q_start, batch=2, **dict(G=1, n_sel=4) | sizes)
 
 
-PAPER = dict(D=128, dtype=BF16, l=32, d=16, l_sel=64, n_sel=16, w=512, big=True)
-MANY_TILES = Shape(512, 20000, h=16, **PAPER)  # of compressed keys, whose maxima grow
+LARGE = dict(**WIDE, dtype=BF16, **PAPER) | dict(n_sel=16)
+MANY_TILES = shape(512, 20000, h=16, **LARGE)  # of compressed keys, whose maxima grow
 SHAPES = [
-    Shape(37, 20), Shape(45, 0, G=2, h=1),
-    Shape(512, 1000, G=2, h=16, **PAPER),
+    shape(37, 20), shape(45, 0, G=2, h=1),
+    shape(512, 1000, G=2, h=16, **LARGE),
     MANY_TILES,
     # By keys, with sums in fp16: 16 heads, 8 and 4 (block_attn_fwd_hopper.SPLIT_KEYS, _QUERIES).
-    Shape(2100, 8200, h=16, **PAPER), Shape(1024, 5200, h=8, **PAPER),
-    Shape(1024, 5200, h=4, **PAPER),
+    shape(2100, 8200, h=16, **LARGE), shape(1024, 5200, h=8, **LARGE),
+    shape(1024, 5200, h=4, **LARGE),
 ]  # fmt: skip
 
 
@@ -97,41 +75,35 @@ KINDS = ["tokens", "channels", "both", "peaked", "apart", "large", "small"]
 CORE = ("both", "peaked", "apart", "large")  # what every report runs
 WITH_GRADIENTS = KINDS[:5]  # the others' do not fit the dtype
 BRANCHES = {
-    "compressed": lambda s, x, **how: nsa.compressed_attention(
-        x["q"], x["k_cmp"], x["v_cmp"], l=s.l, d=s.d, q_start=s.q_start, **how)[0],
-    "sliding": lambda s, x, **how: nsa.sliding_attention(
-        x["q"], x["k"], x["v"], window=s.w, q_start=s.q_start, **how),
-    "selected": lambda s, x, **how: nsa.selection_attention(
-        x["q"], x["k"], x["v"], x["blocks"], block_size=s.l_sel, q_start=s.q_start, **how),
+    "compressed": lambda s, chosen, *x, **how: nsa.compressed_attention(
+        *x, l=s.l, d=s.d, **how)[0],
+    "sliding": lambda s, chosen, *x, **how: nsa.sliding_attention(*x, window=s.w, **how),
+    "selected": lambda s, chosen, *x, **how: nsa.selection_attention(
+        *x, chosen, block_size=s.l_sel, **how),
 }  # fmt: skip
-LEAVES = {"compressed": ("q", "k_cmp", "v_cmp")}
 
 
 def inputs(shape: Shape, kind: str, device: str) -> dict[str, Tensor]:
-    kw = dict(dtype=shape.dtype, device=device)
-    n_cmp = blocks.num_compressed(shape.keys, shape.l, shape.d)
-    x = {"q": randn(shape.B, shape.S, shape.G * shape.h, shape.D, seed=1, **kw)}
-    for i, (name, n) in enumerate([("k", shape.keys), ("k_cmp", n_cmp)]):
-        x[name] = randn(shape.B, n, shape.G, shape.D, seed=2 + i, **kw)
-        x["v" + name[1:]] = randn(shape.B, n, shape.G, shape.D, seed=4 + i, **kw)
+    kw, S = dict(dtype=shape.dtype, device=device), shape.lengths[0]
+    keys = shape.q_start + S
+    n_cmp = blocks.num_compressed(keys, shape.l, shape.d)
+    x = {"q": randn(shape.batch, S, shape.G * shape.h, shape.D, seed=1, **kw)}
+    for i, (name, n) in enumerate([("k", keys), ("k_cmp", n_cmp)]):
+        x[name] = randn(shape.batch, n, shape.G, shape.D, seed=2 + i, **kw)
+        x["v" + name[1:]] = randn(shape.batch, n, shape.G, shape.D, seed=4 + i, **kw)
         spread(kind if i == 0 or kind != "peaked" else "", x["q"], x[name], x["v" + name[1:]])
-    chosen = [
-        make_block_indices("random", 1, shape.keys, shape.G, shape.n_sel, shape.l_sel, seed=b,
-                           device=device)[:, shape.q_start :]
-        for b in range(shape.B)
-    ]  # fmt: skip
-    x["blocks"] = torch.cat(chosen).contiguous()
-    return x
+    return {**x, "blocks": shape.indices("random", device)}
 
 
 def run(branch: str, shape: Shape, x: dict, grad_out: Tensor | None, dtype, backend: str) -> dict:
     """out, and gradients where grad_out is given, of a branch in that dtype by that backend."""
-    names = LEAVES.get(branch, ("q", "k", "v"))
-    leaves = {n: x[n].detach().to(dtype).requires_grad_(grad_out is not None) for n in names}
-    out = BRANCHES[branch](shape, {**x, **leaves}, backend=backend, flags=FLAGS)
+    names = NAMES.get(branch, ("q", "k", "v"))
+    leaves = [x[n].detach().to(dtype).requires_grad_(grad_out is not None) for n in names]
+    how = dict(q_start=shape.q_start, backend=backend, flags=FLAGS)
+    out = BRANCHES[branch](shape, x["blocks"], *leaves, **how)
     found = {"out": out.detach()}
     if grad_out is not None:
-        grads = torch.autograd.grad(out, list(leaves.values()), grad_out.to(dtype))
+        grads = torch.autograd.grad(out, leaves, grad_out.to(dtype))
         found |= {f"d{n}": g for n, g in zip(names, grads, strict=True)}
     return found
 
@@ -139,7 +111,7 @@ def run(branch: str, shape: Shape, x: dict, grad_out: Tensor | None, dtype, back
 def in_parts(branch: str, shape: Shape, x: dict, grad_out: Tensor | None) -> dict:
     """In fp64, one sequence of the batch at a time: a large shape's scores are 0.7 GB each."""
     parts = []
-    for b in range(shape.B):
+    for b in range(shape.batch):
         one = {n: t[b : b + 1] for n, t in x.items()}
         do = None if grad_out is None else grad_out[b : b + 1]
         parts.append(run(branch, shape, one, do, torch.float64, "reference"))
@@ -158,12 +130,12 @@ def applies(shape: Shape, branch: str, kind: str) -> bool:
         return kind == "both"
     if shape is MANY_TILES:
         return branch == "compressed" and kind not in WITH_GRADIENTS
-    return branch == "selected" or shape.S <= 512
+    return branch == "selected" or shape.lengths[0] <= 512
 
 
 def is_core(shape: Shape, kind: str) -> bool:
     """Does every report run it? Sums by keys of fewer than 16 heads a group run with one kind."""
-    return kind == "both" if shape.S > 512 and shape.h < 16 else kind in CORE
+    return kind == "both" if shape.lengths[0] > 512 and shape.h < 16 else kind in CORE
 
 
 CASES = [

@@ -10,7 +10,7 @@ from nsa import launches
 from nsa.flags import Flags
 from nsa.kernels.triton_sel_kernel import selection_attention_triton, selection_ranges_triton
 from nsa.tests.helpers import make_block_indices, make_qkv, make_ranges, randn
-from nsa.tests.sel_cases import oracle_ranges
+from nsa.tests.sel_cases import inputs, oracle_ranges, rows_of
 
 pytestmark = pytest.mark.core
 
@@ -49,34 +49,27 @@ def test_gradcheck_of_branches(name, backend):
 SPANS = [[[0, 0], [0, 0]], [[2, 9], [5, 12]], [[0, 1], [19, 20]], [[0, 20], [3, 4]]]
 
 
-def inputs(dtype, device, D=8, Dv=16):
-    kw = {"dtype": dtype, "device": device}
-    q, k = randn(1, 4, 1, 2, D, seed=31, **kw), randn(1, 1, 20, D, seed=32, **kw)
-    ranges = torch.tensor(SPANS, dtype=torch.int32, device=device)[None, :, None]
-    return (q, k, randn(1, 1, 20, Dv, seed=33, **kw)), ranges
-
-
 @pytest.mark.parametrize("pack", [True, False])
 def test_gradcheck_of_the_fallback_routes(pack):
     """fp64 has no kernel: packed SDPA, or the reference where packing is off."""
-    tensors, ranges = inputs(torch.float64, "cpu", D=2, Dv=4)
-    leaves = [x.requires_grad_() for x in tensors]
-    flags = Flags(use_sel_pack=pack)
-    assert torch.autograd.gradcheck(
-        lambda *x: selection_attention_triton(*x, ranges, flags=flags), leaves
+    leaves, flags = (
+        inputs(torch.float64, G=1, Skv=20, D=2, Dv=4, grad=True),
+        Flags(use_sel_pack=pack),
     )
+    attend = lambda *x: selection_attention_triton(*x, rows_of(SPANS), flags=flags)
+    assert torch.autograd.gradcheck(attend, leaves)
 
 
 def test_gradcheck_of_the_kernels_along_directions(kernel_device):
     """The kernels compute in fp32, so the finite difference is taken of the fp64 oracle."""
-    tensors, ranges = inputs(torch.float32, kernel_device)
-    leaves = [x.clone().requires_grad_() for x in tensors]
+    leaves = inputs(torch.float32, kernel_device, G=1, Skv=20, D=8, Dv=16, grad=True)
+    ranges = rows_of(SPANS, kernel_device)
     grad_out = randn(1, 4, 1, 2, 16, seed=34, device=kernel_device)
     with launches.recording() as launched:
         out = selection_ranges_triton(*leaves, ranges)
         grads = torch.autograd.grad(out, leaves, grad_out)
     assert launched["_sel_attn_bwd_dq_kernel"] == launched["_sel_attn_bwd_dkdv_kernel"] == 1
-    wide = [x.double() for x in tensors]
+    wide = [x.detach().double() for x in leaves]
     eps = 1e-5
     for i in range(3):
         for seed in range(3):

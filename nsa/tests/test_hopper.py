@@ -29,7 +29,6 @@ from nsa.kernels.prefill import (
     tile_blocks,
 )
 from nsa.kernels.prefill import block_score_hopper as score
-from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
 from nsa.kernels.prefill.block_select import Slab
 from nsa.kernels.prefill.block_sums import SCALE
 from nsa.kernels.prefill.hopper import RELEASES
@@ -39,11 +38,11 @@ from nsa.kernels.prefill.span_bwd_hopper import query_share
 from nsa.kernels.prefill.span_fwd import span_attention_fwd
 from nsa.kernels.prefill.span_fwd_hopper import scores_tile, span_pair_fwd_hopper
 from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
-from nsa.tests import test_block_attn_bwd as selection
+from nsa.tests import cases
 from nsa.tests import test_prefill_kernels as kernels_of
+from nsa.tests.cases import BF16, F16, PAPER, WIDE, Case, Problem, Shape
 from nsa.tests.helpers import deterministic, randn
-from nsa.tests.test_prefill_kernels import BF16, PAPER, Shape
-from nsa.tests.test_union_attn import Case, Problem
+from nsa.tests.test_block_attn import PACK
 
 FORWARD, BACKWARD = "_span_fwd_hopper_kernel", "_span_bwd_hopper_kernel"
 SELECTION = "_block_attn_bwd_hopper_kernel"
@@ -53,10 +52,12 @@ BY_KEYS = (
     "_block_attn_begin_kernel", "_block_attn_keys_hopper_kernel", "_block_attn_end_kernel"
 )  # fmt: skip
 HALVES = "_round_halves_kernel"
+CORE = pytest.mark.core
+LONGER, LONGEST = (1, 700, 63, 1063, 31, 129), (1, 1700, 63, 3063, 31, 129)
 
 
 # test_prefill_kernels.py holds each operator at these shapes to fp64.
-SHAPES = [kernels_of.SHAPES[i] for i in (6, 12, 13, 14, 9, 8)]
+SHAPES = [cases.SHAPES[i] for i in (6, 12, 13, 14, 9, 8)]
 ALL = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -84,25 +85,23 @@ def tensors(S=64, hq=8, g=2, d=128, dv=128, dtype=BF16):
 
 def test_they_serve_unless_switched_off(on_hopper, monkeypatch):
     q, k, v, do = tensors()
-    assert on_hopper.forward(q, k, v) and on_hopper.forward_pair(q, k, v, k, v)
-    narrow = v[..., :64].contiguous()
-    assert (
-        on_hopper.forward_pair(q, k, v, k, narrow)
-        is None
-        is on_hopper.forward_pair(q, k, narrow, k, v)
-    )
-    assert on_hopper.forward_pair(*(x.half() for x in (q, k, v, k, v))) is None
-    assert on_hopper.backward(q, k, v, do) and on_hopper.block_backward(q, k, v, do, 64)
     wide, *_ = tensors(hq=32)
-    assert on_hopper.block_forward(wide, k, v, 16, 64, 1.0, 64)
-    assert on_hopper.block_scores(q, k, 32, 16, 64)
+    calls = [
+        lambda: on_hopper.forward(q, k, v),
+        lambda: on_hopper.forward_pair(q, k, v, k, v),
+        lambda: on_hopper.backward(q, k, v, do),
+        lambda: on_hopper.block_backward(q, k, v, do, 64),
+        lambda: on_hopper.block_forward(wide, k, v, 16, 64, 1.0, 64),
+        lambda: on_hopper.block_scores(q, k, 32, 16, 64),
+    ]
+    assert all(call() for call in calls)
+    narrow = v[..., :64].contiguous()
+    assert on_hopper.forward_pair(q, k, v, k, narrow) is None
+    assert on_hopper.forward_pair(q, k, narrow, k, v) is None
+    assert on_hopper.forward_pair(*(x.half() for x in (q, k, v, k, v))) is None
     monkeypatch.setenv("NSA_USE_GLUON", "0")
     clear_flags_cache()
-    assert on_hopper.forward(q, k, v) is None and on_hopper.backward(q, k, v, do) is None
-    assert on_hopper.forward_pair(q, k, v, k, v) is None
-    assert on_hopper.block_backward(q, k, v, do, 64) is None
-    assert on_hopper.block_forward(wide, k, v, 16, 64, 1.0, 64) is None
-    assert on_hopper.block_scores(q, k, 32, 16, 64) is None
+    assert [call() for call in calls] == [None] * len(calls)
 
 
 @pytest.mark.parametrize("release, cause", [
@@ -151,7 +150,7 @@ def test_what_they_do_not_take_stays_where_it_was(how, forward, backward, blocks
 @pytest.mark.parametrize("how, n_sel, block_size, scale, serves", [
     (dict(hq=32), 16, 64, 0.1, True), (dict(hq=18), 128, 64, 0.1, True),
     (dict(hq=32, d=64, dv=64), 16, 64, 0.1, True),
-    (dict(hq=32, dtype=torch.float16), 1, 64, 1.0, True),
+    (dict(hq=32, dtype=F16), 1, 64, 1.0, True),
     (dict(hq=16), 16, 64, 0.1, False), (dict(hq=34), 16, 64, 0.1, False),
     (dict(hq=32, d=192), 16, 64, 0.1, True), (dict(hq=32, dv=64), 16, 64, 0.1, False),
     (dict(hq=32, d=192, dv=192), 16, 64, 0.1, False),
@@ -164,7 +163,7 @@ def test_what_they_do_not_take_stays_where_it_was(how, forward, backward, blocks
     (dict(hq=8, S=6144), 16, 64, 0.1, True), (dict(hq=16, S=4096), 16, 64, 0.1, True),
     (dict(hq=4, S=6144), 16, 64, 0.1, False), (dict(hq=24, S=6144), 16, 64, 0.1, True),
     (dict(hq=8, S=6080), 16, 64, 0.1, False), (dict(hq=8, S=6144), 65, 64, 0.1, False),
-    (dict(hq=8, S=6144, dtype=torch.float16), 16, 64, 0.1, False),
+    (dict(hq=8, S=6144, dtype=F16), 16, 64, 0.1, False),
 ])  # fmt: skip
 def test_which_selections_share_their_reads(
     how, n_sel, block_size, scale, serves, asked, on_hopper
@@ -176,7 +175,7 @@ def test_which_selections_share_their_reads(
 
 @pytest.mark.parametrize("how, l, d, l_sel, serves", [
     ({}, 32, 16, 64, True), (dict(hq=32, d=64), 64, 16, 32, True), (dict(hq=2), 16, 16, 128, True),
-    (dict(dtype=torch.float16), 256, 16, 64, True), (dict(hq=64), 32, 16, 64, False),
+    (dict(dtype=F16), 256, 16, 64, True), (dict(hq=64), 32, 16, 64, False),
     (dict(hq=6), 32, 16, 64, False), (dict(d=192), 32, 16, 64, True),
     (dict(dtype=torch.float32), 32, 16, 64, False), (dict(S=0), 32, 16, 64, False),
     ({}, 257, 16, 64, False), ({}, 16, 16, 16, False), ({}, 8, 4, 64, False),
@@ -223,7 +222,7 @@ def test_the_files_entry_of_the_gpu_switches_them_off(on_hopper, monkeypatch, tm
 
 @pytest.mark.parametrize("dtype, n_sel, block_size, serves", [
     (BF16, 16, 64, True), (BF16, 64, 64, True), (BF16, 65, 64, False), (BF16, 32, 128, True),
-    (BF16, 33, 128, False), (torch.float16, 16, 64, False),
+    (BF16, 33, 128, False), (F16, 16, 64, False),
 ])  # fmt: skip
 def test_which_dq_is_summed_in_fp16(dtype, n_sel, block_size, serves, on_hopper):
     module = on_hopper.block_backward(*tensors(dtype=dtype), block_size, True)
@@ -289,7 +288,7 @@ def device(cuda, kernel_device, asked):
 
 def pack(*lengths):
     """Where sequences end on the card, and where their compressed keys do."""
-    cu = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    cu = cases.ends_of(lengths, "cuda")
     return cu, blocks.cu_seqlens_compressed(cu, 32, 16)
 
 
@@ -298,7 +297,7 @@ def test_whole(shape, device):
     with launches.recording() as counts:
         kernels_of.test_whole(shape, device)
     # Without a gradient once more, where one kernel does both spans, but for fp16.
-    forwards = 4 if shape.dtype == torch.float16 else 2
+    forwards = 4 if shape.dtype == F16 else 2
     assert (counts[FORWARD], counts[BACKWARD]) == (forwards, 2), dict(counts)
     assert (SELECTION in counts) == (shape.h in (4, 8, 16)), dict(counts)
     assert (SHARED in counts) == (shape.h == 16), dict(counts)
@@ -312,8 +311,8 @@ THEIRS = (
 
 
 @pytest.mark.parametrize("shape", [
-    kernels_of.SHAPES[7], Shape((1, 700, 63, 64, 65, 333), h=4, n_sel=4, packed=True, **PAPERS),
-    Shape((777, 777), h=8, dtype=BF16, n_sel=4, **PAPERS),
+    cases.SHAPES[7], Shape(PACK, h=4, n_sel=4, **PAPERS),
+    Shape((777,), batch=2, h=8, dtype=BF16, n_sel=4, **PAPERS),
 ], ids=str)  # fmt: skip
 def test_whole_with_the_papers_heads(shape, device):
     """With heads of 192 and 128 these kernels serve everything but what neighbours share."""
@@ -409,8 +408,8 @@ def by_attention(q, k, v, scale, start, pair):
 @pytest.mark.parametrize("pair", [True, False])
 @pytest.mark.parametrize("heads, width, start, s, scale, dtype", [
     (16, 128, 0, 515, 0.1, BF16), (16, 128, 9000, 4200, 0.1, BF16), (8, 64, 137, 515, 0.1, BF16),
-    (4, 128, 0, 2100, 0.1, torch.float16), (16, 64, 3000, 40, 0.1, torch.float16),
-    (8, 128, 0, 2600, 2.0, torch.float16), (4, 128, 0, 40, 0.1, BF16),
+    (4, 128, 0, 2100, 0.1, F16), (16, 64, 3000, 40, 0.1, F16),
+    (8, 128, 0, 2600, 2.0, F16), (4, 128, 0, 40, 0.1, BF16),
 ])  # fmt: skip
 def test_scores_of_attentions_own(heads, width, start, s, scale, dtype, pair, device):
     """All that the ranking reads is written, and nothing else; against fp64. With the large scale
@@ -540,25 +539,32 @@ def test_a_nan_changes_no_choice_of_other_packed_sequences(bad, device):
 
 def attend(x: Problem, **changes) -> tuple[tuple[torch.Tensor, torch.Tensor], dict]:
     """out and lse of selection over x's blocks, and what was launched."""
-    given = dict(q=x.q, k=x.k, v=x.v, block_indices=x.blocks, **x.how, **x.packed)
-    given["max_seqlen"] = max(x.case.lengths)
-    with launches.recording() as counts:
-        result = block_attention_fwd(**given | changes)
-    return result, counts
+    return x.forward(max_seqlen=max(x.case.lengths), **changes)
 
 
-ROUND = dict(D=128, Dv=128, block=64, dtype=BF16, big=True)
+def with_bad_row(x: Problem, row: int):
+    """Which rows of the output [1, S, HQ] see a row of infinite keys and NaN values, and attend()
+    with it."""
+    k, v = x.k.clone(), x.v.clone()
+    k[:, row], v[:, row] = float("inf"), float("nan")
+    position = torch.arange(x.q.shape[1], device=x.q.device) + x.case.q_start
+    sees = (x.blocks[0] == row // 64).any(-1) & (position >= row)[:, None]
+    assert sees.any() and not sees.all()
+    return sees.repeat_interleave(x.case.h, 1)[None], *attend(x, k=k, v=v)
+
+
+ROUND = dict(**WIDE, l_sel=64, dtype=BF16, big=True)
 SHARING = [
-    pytest.param(Case((2500,), G=4, h=16, n=16, **ROUND), marks=pytest.mark.core),
-    Case((515,), h=12, n=5, q_start=777, **ROUND),
-    Case((300,), h=9, n=32, q_start=4037, batch=3, **ROUND),
-    Case((1, 700, 63, 1063, 31, 129), h=16, n=16, **ROUND),
-    Case((1200,), h=16, n=16, **ROUND | dict(D=64, Dv=64, dtype=torch.float16)),
-    Case((7,), G=1, h=16, n=1, **ROUND),
-    pytest.param(Case((1500,), G=1, h=16, n=16, **ROUND | dict(block=128)), marks=pytest.mark.core),
-    Case((1, 700, 63, 1063, 31, 129), h=12, n=5, **ROUND | dict(block=192)),
-    pytest.param(Case((1200,), h=16, n=16, **ROUND | dict(D=192)), marks=pytest.mark.core),
-    Case((1, 700, 63, 1063, 31, 129), h=12, n=5, **ROUND | dict(D=192, dtype=torch.float16)),
+    pytest.param(Case((2500,), G=4, h=16, n_sel=16, **ROUND), marks=CORE),
+    Case((515,), h=12, n_sel=5, q_start=777, **ROUND),
+    Case((300,), h=9, n_sel=32, q_start=4037, batch=3, **ROUND),
+    Case(LONGER, h=16, n_sel=16, **ROUND),
+    Case((1200,), h=16, n_sel=16, **ROUND | dict(D=64, Dv=64, dtype=F16)),
+    Case((7,), G=1, h=16, n_sel=1, **ROUND),
+    pytest.param(Case((1500,), G=1, h=16, n_sel=16, **ROUND | dict(l_sel=128)), marks=CORE),
+    Case(LONGER, h=12, n_sel=5, **ROUND | dict(l_sel=192)),
+    pytest.param(Case((1200,), h=16, n_sel=16, **ROUND | dict(D=192)), marks=CORE),
+    Case(LONGER, h=12, n_sel=5, **ROUND | dict(D=192, dtype=F16)),
 ]
 
 
@@ -570,8 +576,7 @@ def test_shared_reads_agree_with_single_queries(case, kind, device, monkeypatch)
     assert counts[SHARED] == counts["_tile_blocks_kernel"] == 1 and len(counts) == 2
     (want, want_lse), without = attend(x, use_gluon=False)
     assert SHARED not in without
-    tol = dict(rtol=4e-3, atol=4e-3) if case.dtype == torch.float16 else dict(rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(out, want, **tol)
+    torch.testing.assert_close(out, want, **cases.tolerance(case.dtype))
     torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
     for _ in range(20):  # a race would show, bitwise
         (again, again_lse), _ = attend(x)
@@ -581,7 +586,7 @@ def test_shared_reads_agree_with_single_queries(case, kind, device, monkeypatch)
 def test_what_is_shared_does_not_depend_on_neighbours(device, monkeypatch):
     """Bitwise: another choice of the others changes nothing, nor does NaN in what they chose or in
     what is to come."""
-    x = Problem(Case((1000,), G=2, h=16, n=8, **ROUND), "random", device, monkeypatch)
+    x = Problem(Case((1000,), G=2, h=16, n_sel=8, **ROUND), "random", device, monkeypatch)
     (out, lse), _ = attend(x)
     mine = torch.arange(1000, device=device) % 3 == 1
     others = Problem(x.case, "clustered", device, monkeypatch).blocks
@@ -591,29 +596,23 @@ def test_what_is_shared_does_not_depend_on_neighbours(device, monkeypatch):
     assert torch.equal(again_lse[:, mine], lse[:, mine])
     assert not torch.equal(again, out)
 
-    position = torch.arange(1000, device=device)
     for row in (5 * 64 + 3, 999):
-        k, v = x.k.clone(), x.v.clone()
-        k[:, row], v[:, row] = float("inf"), float("nan")
-        sees = (x.blocks[0] == row // 64).any(-1) & (position >= row)[:, None]
-        assert sees.any() and not sees.all()
-        (poisoned, _), counts = attend(x, k=k, v=v)
-        rows = sees.repeat_interleave(16, 1)[None]
+        rows, (poisoned, _), counts = with_bad_row(x, row)
         assert counts[SHARED] == 1 and torch.equal(poisoned[~rows], out[~rows])
         assert poisoned[rows].isnan().all()
 
 
 LONG = [
-    pytest.param(Case((2500,), G=4, h=16, n=16, q_start=3000, **ROUND), marks=pytest.mark.core),
-    Case((515,), h=16, n=5, q_start=777, batch=2, **ROUND),
-    Case((1, 1700, 63, 3063, 31, 129), h=16, n=16, **ROUND),
-    Case((7,), G=1, h=16, n=3, q_start=4000, **ROUND),
-    pytest.param(Case((2500,), h=4, n=16, q_start=3000, **ROUND), marks=pytest.mark.core),
-    Case((2500,), h=8, n=16, q_start=777, batch=2, **ROUND),
-    Case((1, 1700, 63, 3063, 31, 129), h=4, n=16, **ROUND),
-    Case((1, 1700, 63, 31, 129), h=8, n=5, **ROUND),
-    Case((2500,), h=16, n=16, q_start=3000, **ROUND | dict(block=128)),
-    Case((1, 1700, 63, 3063, 31, 129), h=4, n=8, **ROUND | dict(block=128)),
+    pytest.param(Case((2500,), G=4, h=16, n_sel=16, q_start=3000, **ROUND), marks=CORE),
+    Case((515,), h=16, n_sel=5, q_start=777, batch=2, **ROUND),
+    Case(LONGEST, h=16, n_sel=16, **ROUND),
+    Case((7,), G=1, h=16, n_sel=3, q_start=4000, **ROUND),
+    pytest.param(Case((2500,), h=4, n_sel=16, q_start=3000, **ROUND), marks=CORE),
+    Case((2500,), h=8, n_sel=16, q_start=777, batch=2, **ROUND),
+    Case(LONGEST, h=4, n_sel=16, **ROUND),
+    Case((1, 1700, 63, 31, 129), h=8, n_sel=5, **ROUND),
+    Case((2500,), h=16, n_sel=16, q_start=3000, **ROUND | dict(l_sel=128)),
+    Case(LONGEST, h=4, n_sel=8, **ROUND | dict(l_sel=128)),
 ]
 
 
@@ -669,14 +668,8 @@ def test_where_tiles_pay_some_go_by_keys(device, by_keys, monkeypatch):
 def test_what_goes_by_keys_does_not_feel_what_it_cannot_see(case, device, by_keys, monkeypatch):
     x = Problem(case, "random", device, monkeypatch)
     (out, lse), _ = attend(x)
-    position = torch.arange(2500, device=device) + case.q_start
-    for row in (5 * 64 + 3, 5 * 64 + 63, int(position[700]), int(position[-1])):
-        k, v = x.k.clone(), x.v.clone()
-        k[:, row], v[:, row] = float("inf"), float("nan")
-        sees = (x.blocks[0] == row // 64).any(-1) & (position >= row)[:, None]
-        assert sees.any() and not sees.all()
-        (poisoned, poisoned_lse), _ = attend(x, k=k, v=v)
-        rows = sees.repeat_interleave(case.h, 1)[None]
+    for row in (5 * 64 + 3, 5 * 64 + 63, case.q_start + 700, case.q_start + 2499):
+        rows, (poisoned, poisoned_lse), _ = with_bad_row(x, row)
         torch.testing.assert_close(poisoned[~rows], out[~rows], rtol=2e-2, atol=1e-2)
         torch.testing.assert_close(poisoned_lse[~rows], lse[~rows], rtol=1e-5, atol=1e-5)
         assert poisoned[rows].isnan().all()
@@ -731,11 +724,11 @@ def test_scores_far_above_the_neighbourhood(case, steep, device, by_keys, monkey
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.core), True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=CORE), True])
 def test_the_whole_operator_by_keys(packed, device, by_keys, monkeypatch):
     """Gated sums with and without a backward, and gradients, as without sums by keys."""
     lengths = (1500, 40, 2100) if packed else (3000,)
-    shape = Shape(lengths, G=2, h=16, D=128, Dv=128, dtype=BF16, n_sel=8, packed=packed, **PAPER)
+    shape = Shape(lengths, G=2, h=16, **WIDE, dtype=BF16, n_sel=8, **PAPER)
     with launches.recording() as counts:
         kernels_of.test_whole(shape, device)
     assert all(counts[name] >= 1 for name in BY_KEYS), dict(counts)
@@ -751,67 +744,66 @@ def test_the_whole_operator_by_keys(packed, device, by_keys, monkeypatch):
     assert (got.double() - want.double()).norm() < 4e-3 * want.double().norm()
 
 
-BLOCKS = dict(D=128, Dv=128, block=64, n=16, dtype=BF16, big=True)
+BLOCKS = dict(**WIDE, l_sel=64, n_sel=16, dtype=BF16, big=True)
 NARROW, WIDER = dict(D=64, Dv=64), dict(D=192)
 
 
 @pytest.mark.parametrize("case, kind", [
-    pytest.param(Case((4000,), G=4, h=16, **BLOCKS), "clustered", marks=pytest.mark.core),
+    pytest.param(Case((4000,), G=4, h=16, **BLOCKS), "clustered", marks=CORE),
     (Case((4000,), h=8, **BLOCKS), "one_block"),
     (Case((515,), G=8, h=4, q_start=777, **BLOCKS), "random"),
     (Case((300,), h=16, q_start=37, batch=3, **BLOCKS), "ragged"),
-    (Case((1, 700, 63, 1063, 31, 129), h=4, **BLOCKS), "ragged"),
-    (Case((700,), h=16, **{**BLOCKS, "dtype": torch.float16}), "random"),
-    pytest.param(Case((1500,), h=16, **BLOCKS | dict(block=128)), "random", marks=pytest.mark.core),
-    (Case((1, 700, 63, 1063, 31, 129), h=4, **BLOCKS | dict(block=192, n=7)), "ragged"),
-    (Case((515,), h=8, q_start=777, batch=2, **BLOCKS | dict(block=128)), "clustered"),
-    pytest.param(Case((1500,), h=16, **BLOCKS | NARROW), "random", marks=pytest.mark.core),
-    (Case((1, 700, 63, 1063, 31, 129), h=4, **BLOCKS | NARROW), "ragged"),
-    (Case((700,), h=8, **BLOCKS | NARROW | dict(dtype=torch.float16)), "clustered"),
-    pytest.param(Case((1500,), h=16, **BLOCKS | WIDER), "random", marks=pytest.mark.core),
-    (Case((1, 700, 63, 1063, 31, 129), h=4, **BLOCKS | WIDER | dict(block=128)), "ragged"),
-    (Case((515,), h=8, q_start=777, **BLOCKS | WIDER | dict(dtype=torch.float16)), "clustered"),
+    (Case(LONGER, h=4, **BLOCKS), "ragged"),
+    (Case((700,), h=16, **{**BLOCKS, "dtype": F16}), "random"),
+    pytest.param(Case((1500,), h=16, **BLOCKS | dict(l_sel=128)), "random", marks=CORE),
+    (Case(LONGER, h=4, **BLOCKS | dict(l_sel=192, n_sel=7)), "ragged"),
+    (Case((515,), h=8, q_start=777, batch=2, **BLOCKS | dict(l_sel=128)), "clustered"),
+    pytest.param(Case((1500,), h=16, **BLOCKS | NARROW), "random", marks=CORE),
+    (Case(LONGER, h=4, **BLOCKS | NARROW), "ragged"),
+    (Case((700,), h=8, **BLOCKS | NARROW | dict(dtype=F16)), "clustered"),
+    pytest.param(Case((1500,), h=16, **BLOCKS | WIDER), "random", marks=CORE),
+    (Case(LONGER, h=4, **BLOCKS | WIDER | dict(l_sel=128)), "ragged"),
+    (Case((515,), h=8, q_start=777, **BLOCKS | WIDER | dict(dtype=F16)), "clustered"),
 ], ids=str)  # fmt: skip
 def test_selection_agrees_with_two_passes(case, kind, device, monkeypatch):
-    x = selection.Backward(case, kind, device, monkeypatch)
-    got, counts = x.run()
-    added = x.run(torch.full(got[0].shape, 3.0, device=device))[0]
+    x = Problem(case, kind, device, monkeypatch)
+    got, counts = x.backward()
+    added = x.backward(torch.full(got[0].shape, 3.0, device=device))[0]
     with deterministic():
-        want, without = x.run()
+        want, without = x.backward()
     assert counts[SELECTION] == 1 and SELECTION not in without
     assert (HALVES in counts) == (case.dtype == BF16)
-    selection.close(got, want, case.dtype)
-    added = ((added[0] - 3.0) * x.x.how["softmax_scale"], *added[1:])
-    selection.close(added, want, case.dtype)
+    cases.close_gradients(got, want, cases.GRADIENTS[case.dtype])
+    added = ((added[0] - 3.0) * x.how["softmax_scale"], *added[1:])
+    cases.close_gradients(added, want, cases.GRADIENTS[case.dtype])
 
 
 def halves_and_fp32(x):
     """dQ summed in fp16, and in fp32 as into a given buffer, which rounds as much before."""
-    (dq, *_), counts = x.run()
+    (dq, *_), counts = x.backward()
     assert counts[SELECTION] == counts[HALVES] == 1
-    (exact, *_), counts = x.run(torch.zeros(dq.shape, device=dq.device))
+    (exact, *_), counts = x.backward(torch.zeros(dq.shape, device=dq.device))
     assert counts[SELECTION] == 1 and HALVES not in counts
-    return dq, exact * x.x.how["softmax_scale"]
+    return dq, exact * x.how["softmax_scale"]
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(Case((1500,), G=1, h=16, **BLOCKS), marks=pytest.mark.core),
-    Case((200, 900), h=4, **BLOCKS), Case((2000,), G=1, h=8, **{**BLOCKS, "n": 32}),
+    pytest.param(Case((1500,), G=1, h=16, **BLOCKS), marks=CORE),
+    Case((200, 900), h=4, **BLOCKS), Case((2000,), G=1, h=8, **{**BLOCKS, "n_sel": 32}),
     Case((700,), h=16, **BLOCKS | WIDER),
 ], ids=str)  # fmt: skip
 def test_rows_of_any_size_keep_their_gradient(case, device, monkeypatch):
     """Sums in fp16 of rows from 2**-90 to 2**60, with one number of K and one of V far larger than
     all others. What is less than 2**-30 of a row's bound may get lost."""
-    x = selection.Backward(case, "random", device, monkeypatch)
-    rows = x.x.do.shape[:-1]
+    x = Problem(case, "random", device, monkeypatch)
+    rows = x.do.shape[:-1]
     generator = torch.Generator().manual_seed(7)
     sizes = torch.randint(-90, 61, rows, generator=generator).to(device)
-    x.x.do *= (2.0**sizes)[..., None]
-    x.x.k[..., 5, 0, 3] = 20.0
-    x.x.v[..., 9, 0, 3] = 100.0
-    x.forward()
+    x.do *= (2.0**sizes)[..., None]
+    x.k[..., 5, 0, 3] = 20.0
+    x.v[..., 9, 0, 3] = 100.0
     dq, exact = (t.double() for t in halves_and_fp32(x))
-    bound = 2 * x.x.do.double().abs().sum(-1) * 20 * 100 * x.x.how["softmax_scale"]
+    bound = 2 * x.do.double().abs().sum(-1) * 20 * 100 * x.how["softmax_scale"]
     error, norm = (dq - exact).norm(dim=-1), exact.norm(dim=-1)
     assert (error <= 8e-3 * norm + 2**-30 * bound).all()
     common = norm > 2**-20 * bound
@@ -819,20 +811,19 @@ def test_rows_of_any_size_keep_their_gradient(case, device, monkeypatch):
     assert (error[common] / norm[common]).mean() < 2.5e-3
 
 
-@pytest.mark.core
+@CORE
 @pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
 @pytest.mark.parametrize("case", [Case((600,), G=1, h=16, **BLOCKS)], ids=str)
 def test_sums_come_near_their_bound_without_overflow(case, size, device, monkeypatch):
     """Equal probabilities, values of both signs and keys of the same ones: no dQ can be larger."""
-    x = selection.Backward(case, "one_block", device, monkeypatch)
-    sign = 1.0 - 2.0 * (torch.arange(x.x.k.shape[1], device=device) % 2)
-    x.x.q.zero_()
-    x.x.do.fill_(1.0)
-    for tensor in (x.x.k, x.x.v):
+    x = Problem(case, "one_block", device, monkeypatch)
+    sign = 1.0 - 2.0 * (torch.arange(x.k.shape[1], device=device) % 2)
+    x.q.zero_()
+    x.do.fill_(1.0)
+    for tensor in (x.k, x.v):
         tensor.copy_((sign * size)[None, :, None, None].expand_as(tensor))
-    x.forward()
     dq, exact = halves_and_fp32(x)
-    assert exact.abs().max() > 120 * size**2 * x.x.how["softmax_scale"]
+    assert exact.abs().max() > 120 * size**2 * x.how["softmax_scale"]
     error, norm = ((t[:, 1:].double()).norm(dim=-1) for t in (dq - exact, exact))
     assert (error < 5e-3 * norm).all()
 
@@ -870,14 +861,6 @@ class CompressedBackward:
             q_start=self.q_start, softmax_scale=0.5,
         )  # fmt: skip
         return torch.autograd.grad(out, leaves, do)
-
-
-def close(got, want):
-    for name, a, b in zip("qkv", got, want, strict=False):
-        size = b.abs().max().item()
-        torch.testing.assert_close(
-            a.float(), b.float(), rtol=1e-2, atol=1e-2 * size, msg=lambda m, n=name: n + m
-        )
 
 
 @pytest.mark.parametrize("width", [128, 192])
@@ -936,7 +919,7 @@ def outcome_of_nan(run, tensors, bad):
     return got[0][~others]
 
 
-@pytest.mark.core
+@CORE
 @pytest.mark.parametrize("window", [None, 48, 512])  # None: compressed attention
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
@@ -964,7 +947,7 @@ def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
     assert out[40:].isnan().all()
 
 
-@pytest.mark.core
+@CORE
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("heads", [2, 16])
 def test_a_nan_stays_in_its_packed_sequence_of_both(heads, bad, device):
@@ -985,7 +968,7 @@ def test_a_nan_stays_in_its_packed_sequence_of_both(heads, bad, device):
 def test_both_spans_of_a_chunk(heads, width, window, scale, device):
     """The gated sum of compressed and sliding attention by one kernel; against fp64. With the large
     scale maxima rise by more than what the softmax lets pass, with the small one by less."""
-    start, s, dtype = 137, 700, torch.float16
+    start, s, dtype = 137, 700, F16
     draw = lambda i, n, h, d=width: randn(1, n, h, d, seed=i, dtype=dtype, device=device)
     q, gates = draw(0, s, 2 * heads), draw(1, s, 2 * heads, 3).sigmoid()
     n_cmp = (start + s - 32) // 16 + 1
@@ -1021,9 +1004,9 @@ def test_windows_forward(heads, width, window, scale, device):
     """Whole and odd windows, with every width of the narrow tile; against fp64. Of the
     scales see test_both_spans_of_a_chunk."""
     start, s = 137, 700
-    q = randn(1, s, 2 * heads, width, seed=heads, dtype=torch.float16, device=device)
+    q = randn(1, s, 2 * heads, width, seed=heads, dtype=F16, device=device)
     k, v = (
-        randn(1, start + s, 2, n, seed=i, dtype=torch.float16, device=device)
+        randn(1, start + s, 2, n, seed=i, dtype=F16, device=device)
         for i, n in ((7, width), (8, min(width, 128)))
     )
     with launches.recording() as counts:
@@ -1056,14 +1039,14 @@ def test_windows_of_a_chunk(shape, width, window, device):
     with deterministic():
         want = backward()
     with launches.recording() as counts:
-        close(backward(), want)
+        cases.close_gradients(backward(), want, 1e-2)
         added, written = (
             backward(dq=torch.full(q.shape, 3.0, device=device), first=first)[0]
             for first in (False, True)
         )
     assert counts[BACKWARD] == 3
-    close([(added - 3.0) * 0.1], want)
-    close([written * 0.1], want)
+    cases.close_gradients([(added - 3.0) * 0.1], want, 1e-2)
+    cases.close_gradients([written * 0.1], want, 1e-2)
 
 
 @pytest.mark.parametrize("width", [128, 192])

@@ -42,14 +42,15 @@ def choose(q=q, k=k[:, :3], lse=None, **kw):
     return nsa.select_blocks(q, k, lse, **{**dict(l=8, d=4, l_sel=8, n_sel=3), **kw})
 
 
-def of(*shape):
-    return torch.zeros(*shape)
+def packed(cu=CU, fn=slide, k=k[0], v=v[0], **kw):
+    return fn(q[0], k, v, cu_seqlens=cu, **kw)
 
 
 def first(Q, K, indices, fn=nsa.selection_attention, **how):
     """A call with K as values and indices of that shape."""
     how = how or dict(block_indices=torch.zeros(*indices, 2).int(), block_size=16)
-    return lambda: fn(of(*Q), of(*K), of(*K), **how)
+    x = torch.zeros(*K)
+    return lambda: fn(torch.zeros(*Q), x, x, **how)
 
 
 BAD = {
@@ -101,27 +102,26 @@ BAD = {
          "block_indices must be below 4, the blocks of 4 in 16 keys, got 99"),
         (lambda: select(block_size=16),
          r"block_indices must be below 1, the blocks of 16 in 16 keys, got 3"),
-        (lambda: select(q[0], k[0], v[0], BLOCKS[0], cu_seqlens=CU),
+        (lambda: packed(fn=select, b=BLOCKS[0]),
          "block_indices must be below 3, the blocks of 4 in 10 keys, got 3"),
         (lambda: choose(n_sel=0), "n_sel must be at least 1, got 0"),
         (lambda: choose(n_local=0), "n_local must be at least 1"),
         (lambda: choose(l_sel=6), "d must divide l and l_sel"),
         (lambda: choose(lse=torch.zeros(2, 16, 2)), "lse must be"),
-        (lambda: slide(q[0], k[0], v[0], cu_seqlens=CU[:1]), r"must be \[nseq \+ 1\]"),
-        (lambda: slide(q[0], k[0], v[0], cu_seqlens=CU + 1), "rise from 0 to T=16"),
-        (lambda: slide(q[0], k[0], v[0], cu_seqlens=torch.tensor([0, 12, 9, 16]).int()),
+        (lambda: packed(CU[:1]), r"must be \[nseq \+ 1\]"),
+        (lambda: packed(CU + 1), "rise from 0 to T=16"),
+        (lambda: packed(torch.tensor([0, 12, 9, 16]).int()),
          r"rise from 0 to T=16 or less, got \[0, 12, 9, 16\]"),
-        (lambda: slide(q[0], k[0], v[0], cu_seqlens=CU, max_seqlen=9), "at least 10"),
-        (lambda: slide(q[0], k[0], v[0], cu_seqlens=CU.to("meta")),
-         "cu_seqlens must be on the tokens' device cpu, got meta"),
-        (lambda: select(q[0], k[0, :9], v[0, :9], BLOCKS[0], cu_seqlens=CU),
+        (lambda: packed(max_seqlen=9), "at least 10"),
+        (lambda: packed(CU.to("meta")), "cu_seqlens must be on the tokens' device cpu, got meta"),
+        (lambda: packed(fn=select, k=k[0, :9], v=v[0, :9], b=BLOCKS[0]),
          "k must have q's T=16 packed tokens, got 9"),
         (lambda: select(k=k[:, :9], v=v[:, :9]), "k must hold keys up to .* 15, got 9"),
         (lambda: choose(lse=torch.zeros(2, 16, 4, device="meta")), "lse must be on q's"),
         (lambda: slide(max_seqlen=9), "max_seqlen needs cu_seqlens"),
-        (lambda: select(q[0], k[0], v[0], BLOCKS[0], cu_seqlens=CU, q_start=1),
+        (lambda: packed(fn=select, b=BLOCKS[0], q_start=1),
          "q_start must be 0 with cu_seqlens, got 1"),
-        (lambda: compressed(q[0], k[0, :3], v[0, :3], cu_seqlens=CU),
+        (lambda: packed(fn=compressed, k=k[0, :3], v=v[0, :3]),
          "k_cmp must have 1 compressed keys for the packed sequences, got 3"),
     ],
     TypeError: [
@@ -133,11 +133,9 @@ BAD = {
         (lambda: slide(softmax_scale="1"), "softmax_scale must be None or a number"),
         (lambda: slide(flags={}), "flags must be an nsa.Flags"),
         (lambda: select(b=BLOCKS.float()), "block_indices must be an int32"),
-        (lambda: slide(q[0], k[0], v[0], cu_seqlens=CU.long()), "int32 tensor"),
-        (lambda: slide(q[0], k[0], v[0], cu_seqlens=CU, max_seqlen="a"),
-         "max_seqlen must be an int, got 'a'"),
-        (lambda: slide(q[0], k[0], v[0], cu_seqlens=CU, max_seqlen=40.5),
-         "max_seqlen must be an int, got 40.5"),
+        (lambda: packed(CU.long()), "int32 tensor"),
+        (lambda: packed(max_seqlen="a"), "max_seqlen must be an int, got 'a'"),
+        (lambda: packed(max_seqlen=40.5), "max_seqlen must be an int, got 40.5"),
         (lambda: slide(v=None), "v must be a tensor, got NoneType"),
         (lambda: choose(lse=[1]), "lse must be a tensor, got list"),
         (lambda: choose(lse=torch.zeros(2, 16, 4).int()), "lse must be fp16, .*int32"),
@@ -177,10 +175,7 @@ def layer(**change):
         ({"gates": torch.ones(2, 16, 4, 3, device="meta")}, "gates must be on q's device cpu"),
         ({"k_sel": k[:, :9], "v_sel": v[:, :9]}, "k_sel must hold keys up to .* at 15, got 9"),
         ({"q": q[0]}, r"q must be \[B, S, H, D\], got shape \[16, 4, 8\]"),
-        *[
-            ({n: None}, f"{n} must be a tensor, got NoneType")
-            for n in ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
-        ],
+        *[({n: None}, f"{n} must be a tensor, got NoneType") for n in list(LAYER)[:-1]],
         ({"l_sel": None}, "l_sel must be an int, got None"),
         ({"d": 0}, "d must be at least 1, got 0"),
         ({"d": "x"}, "d must be an int, got 'x'"),
@@ -389,12 +384,8 @@ def test_strides_do_not_matter(backend):
 
 @pytest.mark.parametrize("size", [1e4, 1e-4])
 def test_extreme_scores_stay_finite(size, backend):
-    x = [t * size for t in make_qkv(1, 16, 4, 2, 8, 6, dtype=torch.float32, seed=4)]
-    x = [t.requires_grad_() for t in x]
-    outs = [
-        nsa.sliding_attention(*x, window=5, backend=backend),
-        nsa.selection_attention(*x, BLOCKS[:1], block_size=4, backend=backend),
-    ]
+    x = [(t * size).requires_grad_() for t in make_qkv(1, 16, 4, 2, 8, 6, seed=4)]
+    outs = [slide(*x, backend=backend), select(*x, BLOCKS[:1], backend=backend)]
     sum(o.sum() for o in outs).backward()
     assert all(o.isfinite().all() for o in outs)
     assert all(t.grad.isfinite().all() for t in x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from nsa import oracle, reference
 from nsa.attention import gated_sum
 from nsa.compress import MLPCompression, mean_pool
 from nsa.rotary import rotary
+from nsa.tests.cases import ends_of
 from nsa.tests.helpers import make_qkv, randn
 
 SIZES = dict(l=8, d=4, l_sel=8, n_sel=3, window=12)
@@ -21,21 +23,17 @@ D = torch.float64
 
 def layer_inputs(S, *, B=1, HQ=4, G=2, Dk=8, Dv=6, seed=0, dtype=D):
     """q, three raw key/value pairs and gates of one layer: [B, S, ...]."""
-    names = ("k_cmp", "k_sel", "k_win"), ("v_cmp", "v_sel", "v_win")
-    x = {"q": randn(B, S, HQ, Dk, seed=seed + 1, dtype=dtype)}
-    for i, (k, v) in enumerate(zip(*names, strict=True)):
-        x[k] = randn(B, S, G, Dk, seed=seed + 10 + i, dtype=dtype)
-        x[v] = randn(B, S, G, Dv, seed=seed + 20 + i, dtype=dtype)
-    x["gates"] = randn(B, S, HQ, 3, seed=seed + 30, dtype=dtype).sigmoid()
+    make = lambda i, *dims: randn(B, S, *dims, seed=seed + i, dtype=dtype)
+    x = {"q": make(1, HQ, Dk), "gates": make(30, HQ, 3).sigmoid()}
+    for i, name in enumerate(("cmp", "sel", "win")):
+        x[f"k_{name}"], x[f"v_{name}"] = make(10 + i, G, Dk), make(20 + i, G, Dv)
     return x
 
 
 def run(x, backend, cu=None, **change):
     sizes = {**SIZES, **change}
     pool = {n: mean_pool(x[n], sizes["l"], sizes["d"], cu) for n in ("k_cmp", "v_cmp")}
-    return nsa.nsa_attention(
-        **{**x, **pool}, **sizes, cu_seqlens=cu, backend=backend
-    )  # fmt: skip
+    return nsa.nsa_attention(**{**x, **pool}, **sizes, cu_seqlens=cu, backend=backend)
 
 
 def run_oracle(x, **change):
@@ -132,12 +130,10 @@ def test_compression_of_single_tokens_is_full_attention(backend):
 
 
 def test_packed_equals_each_sequence_alone(backend):
-    lengths = [13, 1, 0, 29, 8]
-    ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    cu = torch.tensor(ends, dtype=torch.int32)
-    x = {name: v[0] for name, v in layer_inputs(sum(lengths), seed=8).items()}
+    cu = ends_of([13, 1, 0, 29, 8])
+    x = {name: v[0] for name, v in layer_inputs(51, seed=8).items()}
     packed = run(x, backend, cu=cu)
-    for a, b in zip(ends, ends[1:], strict=False):
+    for a, b in pairwise(cu.tolist()):
         if b > a:
             alone = run({name: v[a:b][None] for name, v in x.items()}, backend)
             same(packed[a:b], alone[0])
@@ -225,8 +221,7 @@ def test_gates_are_summed_in_fp32(dtype):
 @pytest.mark.parametrize("learnt", [False, True])
 def test_one_k_and_v_for_all_branches(learnt):
     q, k, v = make_qkv(1, 50, 4, 2, 16, 8)
-    gates = randn(1, 50, 4, 3, seed=4).sigmoid()
-    how = SIZES
+    gates, how = randn(1, 50, 4, 3, seed=4).sigmoid(), SIZES
     torch.manual_seed(0)
     phis = [MLPCompression(n, 8, 4) for n in (16, 8)] if learnt else []
     phi_k, phi_v = phis or [functools.partial(mean_pool, l=8, d=4)] * 2

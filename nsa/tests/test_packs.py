@@ -6,7 +6,6 @@ import importlib
 import math
 import pkgutil
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,23 +15,16 @@ from nsa import Flags, blocks, launches
 from nsa.compress import mean_pool
 from nsa.kernels import prefill
 from nsa.kernels.prefill import block_select, hopper, packs
+from nsa.tests.cases import F16, NAMES, PAPER, WIDE, Case, Inputs, ends_of
 from nsa.tests.helpers import deterministic, make_block_indices, make_ranges, randn
+from nsa.tests.test_prefill_kernels import whole_case
 
-F16 = torch.float16
 CLOSE = dict(rtol=2e-3, atol=2e-3)
 TRITON = dict(
     backend="triton",
     flags=Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1),
 )
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, n_init=1, n_local=1, window=11)
-ON_GPU = dict(l=32, d=16, l_sel=64, n_sel=4, n_init=1, n_local=1, window=100)
-NAMES = "q k_cmp v_cmp k_sel v_sel k_win v_win gates".split()
-# One long and many short ones, empty ones, none long enough for a compressed key; rows of none.
-PACKS = [((0, 53, 1, 3, 0, 16, 0), 9), ((7, 5, 0, 1), 20), ((0, 0), 3)]
-
-
-def cu_of(lengths: Sequence[int], device: str = "cpu") -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
 def tensors(
@@ -50,66 +42,35 @@ def gradients(xs: list, do: torch.Tensor, run) -> tuple:
     return out.detach(), aux, torch.autograd.grad(out, leaves, do, materialize_grads=True)
 
 
-def alone(xs: list, do: torch.Tensor, lengths: Sequence[int], sizes: dict, run) -> tuple:
-    """What run() gives of each sequence as a batch of one, joined: out, blocks, gradients."""
-    n_cmp = [blocks.num_compressed(n, sizes["l"], sizes["d"]) for n in lengths]
-    rows = [n_cmp if name.endswith("cmp") else list(lengths) for name in NAMES]
-    parts = [x[: sum(n)].split(n) for x, n in zip(xs, rows, strict=True)]
-    done = [
-        gradients([p[i][None] for p in parts], piece[None], run)
-        for i, piece in enumerate(do[: sum(lengths)].split(list(lengths)))
-        if lengths[i]
-    ]
-    join = lambda pieces: torch.cat([x[0] for x in pieces])
-    out, chosen = join([d[0] for d in done]), join([d[1]["block_indices"] for d in done])
-    return out, chosen, [join(g) for g in zip(*(d[2] for d in done), strict=True)]
+def mixes() -> list:
+    """One long and many short ones, empty ones, none long enough for a compressed key. A GPU's are
+    longer, for tiles of 64 keys and more; each compiles for 20 s: a report runs one, and `make
+    test` two of each mix."""
+    found = []
+    packs_of = [((0, 53, 1, 3, 0, 16, 0), 9), ((7, 5, 0, 1), 20), ((0, 0), 3)]
+    for i, (lengths, beyond) in enumerate(packs_of):
+        for h, fixed in [(4, False), (4, True), (2, False)]:
+            marks = [pytest.mark.nightly] if fixed or i == 0 and h == 2 else []
+            found.append(pytest.param(Case(lengths, h=h, beyond=beyond), fixed, marks=marks))
+            if i == 0 and h == 4 and not fixed:
+                marks = [pytest.mark.core, pytest.mark.long]
+            large = Case(tuple(29 * n for n in lengths), h=4 * h, beyond=29 * beyond, n_sel=4,
+                         **WIDE, **PAPER | dict(w=100))  # fmt: skip
+            found.append(pytest.param(large, fixed, marks=marks))
+    return found
 
 
-@pytest.mark.parametrize(
-    "lengths, more, h, fixed",
-    [
-        # Each compiles for 20 s: a report runs one, and `make test` two.
-        pytest.param(*pack, h, fixed, marks=(
-            [pytest.mark.nightly] if fixed or i == 0 and h == 2
-            else [pytest.mark.core, pytest.mark.long] if i == 0 and h == 4 else []
-        ))
-        for i, pack in enumerate(PACKS) for h, fixed in [(4, False), (4, True), (2, False)]
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_pack_is_each_sequence_alone(lengths, more, h, fixed, kernel_device):
-    """Forward and gradients; rows of no sequence are 0 and get none, whatever they hold."""
-    sizes, D = SIZES, 16
-    if kernel_device == "cuda":  # whose kernels have tiles of 64 keys and more, and heads of 128
-        sizes, D = ON_GPU, 128
-        lengths, more, h = [29 * n for n in lengths], 29 * more, 4 * h
-    cu, real = cu_of(lengths, kernel_device), sum(lengths)
-    n_cmp = int(blocks.cu_seqlens_compressed(cu, sizes["l"], sizes["d"])[-1])
-    xs = tensors(real + more, n_cmp, h, F16, kernel_device, D=D)
-    do = randn(real + more, 2 * h, D, seed=20, dtype=F16, device=kernel_device)
-    for x in (*xs, do):
-        if len(x) > real:
-            x[real:] = math.nan
-    how = dict(sizes, **TRITON, return_aux=True)
-    with launches.recording() as counts:
-        call = lambda *x: nsa.nsa_attention(*x, cu_seqlens=cu, max_seqlen=real + more, **how)
-        with deterministic() if fixed else launches.recording():
-            out, aux, grads = gradients(xs, do, call)
-    assert counts["_block_topn_kernel"] == 1
-    assert torch.equal(out[real:], torch.zeros_like(out[real:]))
-    assert (aux["block_indices"][real:] == -1).all()
-    assert aux["lse"][real:].eq(-math.inf).all()
-    for name, g in zip(NAMES, grads, strict=True):
-        assert torch.equal(g[real:], torch.zeros_like(g[real:])), name
-    if not real:
-        return
-    call = lambda *x: nsa.nsa_attention(*x, **how)
-    want, chosen, want_grads = alone(xs, do, lengths, sizes, call)
-    assert torch.equal(aux["block_indices"][:real], chosen)
-    torch.testing.assert_close(out[:real], want, **CLOSE)
-    for name, g, w in zip(NAMES, grads, want_grads, strict=True):
-        tol = {n: x * max([1.0, *w.flatten().abs().tolist()]) for n, x in CLOSE.items()}
-        torch.testing.assert_close(g[: len(w)], w, msg=lambda m, n=name: f"d{n}: {m}", **tol)
+@pytest.mark.parametrize("case, fixed", mixes(), ids=str)
+def test_a_pack_is_each_sequence_alone(case, fixed, device):
+    """Forward and gradients, through the library; rows of no sequence are 0 and get none, whatever
+    they hold."""
+    attend = lambda *x, cu_seqlens_cmp=None, **how: nsa.nsa_attention(
+        *x, **how, **TRITON, return_aux=True
+    )
+    with deterministic(fixed), launches.recording() as counts:
+        whole_case("pack", Inputs(case, device), attend)
+    # One launch each with a gradient, without one, and by the choice's own operator.
+    assert counts["_block_topn_kernel"] == (3 if any(case.lengths) else 1)
 
 
 @pytest.mark.core
@@ -124,25 +85,22 @@ def test_more_sequences_than_a_grid_has_room_for(kernel_device, monkeypatch):
     do = draw(10, S, 2 * h, 16)
     sizes = dict(SIZES, **TRITON, q_start=start, return_aux=True)
     call = lambda *x: nsa.nsa_attention(*x, **sizes)
+    grids, real = {}, packs.Rows.of
+
+    def seen(*args):
+        at = real(*args)
+        grids[at.batch] = at.cu is not None
+        return at
+
+    monkeypatch.setattr(packs.Rows, "of", seen)
     for fixed in (False, True):
-        grids = {}
-        real = packs.Rows.of
-
-        def seen(*args, grids=grids, real=real):
-            at = real(*args)
-            grids[at.batch] = at.cu is not None
-            return at
-
-        monkeypatch.setattr(packs.Rows, "of", seen)
-        torch.use_deterministic_algorithms(fixed)
-        want = gradients(xs, do, call)
-        assert grids == {B: False}
-        with monkeypatch.context() as patch:
+        grids.clear()
+        with deterministic(fixed), monkeypatch.context() as patch:
+            want = gradients(xs, do, call)
+            assert grids == {B: False}
             patch.setattr(packs, "MOST_BATCH", 2 * B - 1)
             patch.setattr(hopper, "MOST_BATCH", 2 * B - 1)
             got = gradients(xs, do, call)
-        torch.use_deterministic_algorithms(False)
-        monkeypatch.setattr(packs.Rows, "of", real)
         assert grids == {B: False, 1: True}
         assert torch.equal(got[1]["block_indices"], want[1]["block_indices"])
         torch.testing.assert_close((got[0], *got[2]), (want[0], *want[2]), **CLOSE)
@@ -153,7 +111,7 @@ def test_max_seqlen_is_a_bound_for_the_choice_of_blocks_alone(kernel_device):
     if kernel_device == "cuda":
         pytest.skip("the assertion would end this process's use of the GPU")
     lengths = (37, 1, 3)
-    cu = cu_of(lengths)
+    cu = ends_of(lengths)
     cu_cmp = blocks.cu_seqlens_compressed(cu, 8, 4)
     q, k_cmp, v_cmp, k, v, *_ = tensors(41, int(cu_cmp[-1]), 4, F16, "cpu")
     _, lse = prefill.compressed_attention_triton(
@@ -173,27 +131,32 @@ def test_max_seqlen_is_a_bound_for_the_choice_of_blocks_alone(kernel_device):
     assert torch.equal(attend(1), attend(37))
 
 
-@pytest.mark.parametrize("kind", ["few", "mixed"])
+@pytest.mark.parametrize("kind", ["few", "mixed", "out_of_bounds"])
 def test_ranges_of_a_pack_take_one_launch(kind, kernel_device):
+    """And their gradients are those of the reference."""
     lengths, more, G, h = (40, 1, 0, 9, 3), 4, 2, 4
-    cu, real = cu_of(lengths, kernel_device), sum(lengths)
+    cu, real = ends_of(lengths, kernel_device), sum(lengths)
     draw = lambda i, H: randn(real + more, H, 16, seed=i, dtype=F16, device=kernel_device)
-    q, k, v = draw(1, G * h), draw(2, G), draw(3, G)
+    leaves = [draw(i, H).requires_grad_() for i, H in enumerate((G * h, G, G), 1)]
     pad = lambda x: torch.nn.functional.pad(x, (0, 0, 0, 8 - x.shape[-2]))
     make = lambda n: pad(make_ranges(kind, 1, n, G, n, 1 + n // 2, seed=n)[0])
     parts = [make(n) for n in lengths if n]
     ranges = torch.cat([*parts, parts[0][:more]]).to(kernel_device)
-    with launches.recording() as counts:
-        got = nsa.selection_attention(q, k, v, ranges=ranges, cu_seqlens=cu, **TRITON)
-    assert set(counts.values()) == {1}
-    want = nsa.selection_attention(q, k, v, ranges=ranges, cu_seqlens=cu, backend="reference")
-    torch.testing.assert_close(got, want, **CLOSE)
-    assert not got[real:].any()
+    how = dict(ranges=ranges, cu_seqlens=cu, flags=TRITON["flags"])
+    results = []
+    for backend in ("triton", "reference"):
+        with launches.recording() as counts:
+            out = nsa.selection_attention(*leaves, **how, backend=backend)
+        assert set(counts.values()) == ({1} if backend == "triton" else set())
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    torch.testing.assert_close(results[0][0], results[1][0], **CLOSE)
+    torch.testing.assert_close(*results, rtol=5e-3, atol=5e-3)
+    assert not results[0][0][real:].any()
 
 
 def test_rows_of_no_sequence_on_the_other_routes(backend):
     lengths, more = (30, 0, 5), 7
-    cu, real = cu_of(lengths), sum(lengths)
+    cu, real = ends_of(lengths), sum(lengths)
     xs = tensors(real + more, blocks.num_compressed(30, 8, 4), 2, torch.float64, "cpu")
     do = randn(real + more, 4, 16, seed=20, dtype=torch.float64)
     call = lambda cu, *x: nsa.nsa_attention(
@@ -258,14 +221,14 @@ def test_packs_cost_what_their_tokens_do(fixed, costs):
     G, h, D = 2, 16, 128
 
     def cost(lengths: tuple[int, ...]) -> Counter:
-        T, cu = sum(lengths), cu_of(lengths)
+        T, cu = sum(lengths), ends_of(lengths)
         cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
         make = lambda n, *tail: torch.zeros(n, *tail, dtype=torch.bfloat16, requires_grad=True)
         kv = lambda n: (make(n, G, D), make(n, G, D))
         n_cmp = int(cu_cmp[-1])
         xs = [make(T, G * h, D), *kv(n_cmp), *kv(T), *kv(T), make(T, G * h, 3)]
         costs.clear()
-        with deterministic() if fixed else launches.recording():
+        with deterministic(fixed):
             out, _ = prefill.nsa_prefill_triton(
                 *xs, l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512,
                 cu_seqlens=cu, cu_seqlens_cmp=cu_cmp, max_seqlen=T,
@@ -283,7 +246,7 @@ def test_packs_cost_what_their_tokens_do(fixed, costs):
 
 
 def test_packed_compression_of_rows_of_no_sequence():
-    cu, x = cu_of((9, 4)), torch.randn(20, 2, 3, requires_grad=True)
+    cu, x = ends_of((9, 4)), torch.randn(20, 2, 3, requires_grad=True)
     pooled = mean_pool(x, 4, 4, cu)
     torch.testing.assert_close(pooled, mean_pool(x[:13], 4, 4, cu))
     (grad,) = torch.autograd.grad(pooled.sum(), x)
@@ -293,7 +256,7 @@ def test_packed_compression_of_rows_of_no_sequence():
 def test_blocks_after_the_query_or_past_the_sequence_are_nobodys(kernel_device):
     """A pack's next sequence has keys where they would be."""
     lengths, G, h = (20, 50), 1, 4
-    cu = cu_of(lengths, kernel_device)
+    cu = ends_of(lengths, kernel_device)
     q, _, _, k, v, *_ = tensors(70, 1, h, F16, kernel_device, G=G)
     kept = [make_block_indices("ragged", 1, n, G, 3, 16, seed=i)[0] for i, n in enumerate(lengths)]
     kept = torch.cat(kept).to(kernel_device)

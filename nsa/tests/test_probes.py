@@ -149,12 +149,13 @@ def test_drawn_ranges_and_their_gradients(number, kernel_device):
 def test_a_drawn_branch_and_its_gradients(branch, kernel_device):
     """The prefill's kernels at a length over 256."""
     from nsa.tests import test_prefill_kernels as kernels
+    from nsa.tests.cases import Shape
 
     draw = draws(branch)
     S = draw.randint(257, 290)
     l, d = draw.choice([(8, 4), (16, 16), (32, 16)])
     # Of one key the queries' gradients are nothing but rounding, which has no limit.
-    shape = kernels.Shape((S,), G=1, h=draw.randint(1, 2), l=l, d=d, 
+    shape = Shape((S,), G=1, h=draw.randint(1, 2), l=l, d=d, 
                           w=window(draw, (1, 16, 32, 64, 128, 256, S), 2),
                           l_sel=16 * draw.randint(1, 2), n_sel=draw.randint(3, 6))  # fmt: skip
     print(f"{HOW} {branch} {shape} w={shape.w}")

@@ -3,6 +3,8 @@ PyTorch's and without a device wait, and from the second call on without a secon
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.kernel
 
 ON = Flags(triton_sel_force=True)
 NAMED = dict(backend="triton", flags=ON)
+attend = functools.partial(nsa.selection_attention, **NAMED)
 
 
 @pytest.fixture
@@ -29,8 +32,15 @@ def no_second_look(monkeypatch):
     return lambda: monkeypatch.setattr(dispatch, "run", refuse)
 
 
-def inputs(device, dtype=torch.float16, B=1, S=3, HQ=4, G=2, Skv=40, D=16, Dv=24):
-    return make_qkv(B, S, HQ, G, D, Dv, Skv=Skv, dtype=dtype, seed=1, device=device)
+def inputs(device, S=3, HQ=4, G=2, Skv=40, D=16, Dv=24):
+    return make_qkv(1, S, HQ, G, D, Dv, Skv=Skv, dtype=torch.float16, seed=1, device=device)
+
+
+@pytest.fixture
+def ranged(kernel_device):
+    """q, k and v, and ranges of any kind."""
+    make = functools.partial(make_ranges, B=1, S=3, G=2, Skv=40, L=30, device=kernel_device)
+    return *inputs(kernel_device), make
 
 
 def close_to(out, q, k, v, ranges):
@@ -38,57 +48,38 @@ def close_to(out, q, k, v, ranges):
     torch.testing.assert_close(out.double().cpu(), want, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", (*RANGE_KINDS, *HOSTILE_RANGE_KINDS, "overlap in 64 bits"))
-def test_ranges_are_right_the_first_time_and_the_second(kind, kernel_device, no_second_look):
-    q, k, v = inputs(kernel_device)
-    first = make_ranges(kind.split()[0], 1, 3, 2, 40, 30, seed=3, device=kernel_device)
-    first = first.long() if "64 bits" in kind else first
-    close_to(nsa.selection_attention(q, k, v, ranges=first, **NAMED), q, k, v, first)
+def single_keys(n, device):
+    start = torch.randint(0, 149, (1, 3, 2, n), generator=torch.Generator().manual_seed(n))
+    return torch.stack([start, start + 1], -1).to(device, torch.int32)
+
+
+@pytest.mark.parametrize(
+    "kind", (*RANGE_KINDS, *HOSTILE_RANGE_KINDS, "overlap in 64 bits", 0, 1, 2, 130)
+)
+def test_ranges_are_right_the_first_time_and_the_second(kind, ranged, no_second_look):
+    """Of any kind, and any number of single keys."""
+    q, k, v, make = ranged
+    if isinstance(kind, int):
+        q, k, v = inputs(q.device, Skv=150)
+        first = single_keys(kind, q.device)
+    else:
+        first = make(kind.split()[0], seed=3)
+        first = first.long() if "64 bits" in kind else first
+    close_to(attend(q, k, v, ranges=first), q, k, v, first)
     no_second_look()
     for ranges in (first, first.flip(1).contiguous()):
         with launches.recording() as launched:
-            out = nsa.selection_attention(q, k, v, ranges=ranges, **NAMED)
+            out = attend(q, k, v, ranges=ranges)
         close_to(out, q, k, v, ranges)
-        single = ranges.shape[3] == 1
-        kernel = "_sel_attn_fwd_dense_kernel" if single else "_sel_attn_fwd_ranges_kernel"
+        n = ranges.shape[3]
+        kernel = "_sel_attn_fwd_dense_kernel" if n == 1 else "_sel_attn_fwd_ranges_kernel"
         assert dict(launched) == {kernel: 1}
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 130])
-def test_any_number_of_ranges(n, kernel_device, no_second_look):
-    q, k, v = inputs(kernel_device, Skv=150)
-    gen = torch.Generator().manual_seed(n)
-    start = torch.randint(0, 149, (1, 3, 2, n), generator=gen)
-    ranges = torch.stack([start, start + 1], -1).to(kernel_device, torch.int32)
-    for again in (False, True):
-        if again:
-            no_second_look()
-        out = nsa.selection_attention(q, k, v, ranges=ranges, **NAMED)
-        close_to(out, q, k, v, ranges)
         assert n or (out == 0).all()
-
-
-@pytest.mark.parametrize("splits, keep_lse", [(2, True), (8, False)])
-def test_more_ranges_than_a_pass_holds_are_split_pass_by_pass(splits, keep_lse, kernel_device):
-    from nsa.kernels.triton_sel_kernel.in_place import sel_fwd_in_place
-    from nsa.kernels.triton_sel_kernel.tiles import Tiles
-
-    q, k, v = inputs(kernel_device, dtype=torch.float32, B=1, S=2, Skv=300)
-    start = torch.stack([torch.randperm(100, generator=torch.Generator().manual_seed(i))[:90] * 3
-                         for i in range(4)]).view(1, 2, 2, 90)  # fmt: skip
-    ranges = torch.stack([start, start + 2], -1).to(kernel_device)
-    out, lse = sel_fwd_in_place(
-        q.unflatten(2, (2, 2)), k.transpose(1, 2), v.transpose(1, 2), ranges, None, splits=splits,
-        keep_lse=keep_lse, tiles=Tiles(16, 16, 32, 4, 1),
-    )  # fmt: skip
-    assert (lse is not None) == keep_lse
-    want = oracle.selection_attention(*(x.double().cpu() for x in (q, k, v)), ranges.cpu())
-    torch.testing.assert_close(out.flatten(2, 3).double().cpu(), want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_blocks_in_any_order_and_more_than_once(dtype, kernel_device, no_second_look):
-    q, k, v = inputs(kernel_device, B=1, S=40, D=16, Dv=16)
+    q, k, v = inputs(kernel_device, S=40, Dv=16)
     gen = torch.Generator().manual_seed(0)
     blocks = torch.randint(-1, 3, (1, 40, 2, 5), generator=gen).to(dtype)
     blocks[0, :7, 0] = -1
@@ -98,9 +89,7 @@ def test_blocks_in_any_order_and_more_than_once(dtype, kernel_device, no_second_
     for again in (False, True):
         if again:
             no_second_look()
-        call = dict(block_size=16, **NAMED)
-        out = nsa.selection_attention(q, k, v, blocks.to(kernel_device), **call)
-        close_to(out, q, k, v, spans)
+        close_to(attend(q, k, v, blocks.to(kernel_device), block_size=16), q, k, v, spans)
 
 
 def test_a_block_behind_the_keys_is_told_by_a_settled_call_too(kernel_device):
@@ -108,7 +97,7 @@ def test_a_block_behind_the_keys_is_told_by_a_settled_call_too(kernel_device):
         pytest.skip("a GPU's assertion ends its context")
     q, k, v = inputs(kernel_device, S=40, HQ=1, G=1)
     blocks = torch.zeros(1, 40, 1, 1, dtype=torch.int32)
-    call = lambda: nsa.selection_attention(q, k, v, blocks, block_size=16, **NAMED)
+    call = lambda: attend(q, k, v, blocks, block_size=16)
     call()
     assert settled._calls
     blocks[0, 7] = 3  # of three blocks
@@ -129,22 +118,6 @@ def test_sorted_blocks_are_each_once_and_none_at_the_end(n, kernel_device):
         assert mine == chosen + [-1] * (n - len(chosen))
 
 
-def test_packed_sequences_by_ranges_with_gradients(kernel_device):
-    """Of each query's own sequence; one is empty."""
-    ends = [0, 9, 9, 30, 41]
-    cu = torch.tensor(ends, dtype=torch.int32, device=kernel_device)
-    q, k, v = (x[0] for x in inputs(kernel_device, S=41, HQ=2, G=1, Skv=41))
-    ranges = make_ranges("out_of_bounds", 1, 41, 1, 20, 15, seed=2, device=kernel_device)[0]
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    like = dict(cu_seqlens=cu, max_seqlen=21, ranges=ranges)
-    out = nsa.selection_attention(*leaves, **like, **NAMED)
-    got = [out, *torch.autograd.grad(out.square().sum(), leaves)]
-    out = nsa.selection_attention(*leaves, **like, backend="reference")
-    want = [out, *torch.autograd.grad(out.square().sum(), leaves)]
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3)
-
-
 class Operations(TorchDispatchMode):
     """The names of PyTorch's operations in the block."""
 
@@ -162,22 +135,21 @@ INTERPRETING = {"copy_", "set_", "new_empty"}  # what a launch of the interprete
 
 
 @pytest.mark.parametrize("by", ["ranges", "wrapper", "packed"])
-def test_the_route_neither_waits_nor_cleans_in_pytorch(by, kernel_device):
+def test_the_route_neither_waits_nor_cleans_in_pytorch(by, kernel_device, ranged):
     """Reading a value (_local_scalar_dense, nonzero, ...) waits for the device; sorting and
     merging ranges takes PyTorch thirty launches."""
-    q, k, v = inputs(kernel_device)
-    ranges = make_ranges("overlap", 1, 3, 2, 40, 30, device=kernel_device)
+    q, k, v, make = ranged
+    ranges = make("overlap")
     with Operations() as operations:
         if by == "ranges":
-            nsa.selection_attention(q, k, v, ranges=ranges, **NAMED)
+            attend(q, k, v, ranges=ranges)
         elif by == "wrapper":
             kv = k.transpose(1, 2), v.transpose(1, 2)
             selection_attention_triton(q.unflatten(2, (2, 2)), *kv, ranges, **NAMED)
         else:
             cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=kernel_device)
-            nsa.selection_attention(
-                q[0], k[0, :3], v[0, :3], ranges=ranges[0], cu_seqlens=cu, max_seqlen=2, **NAMED
-            )
+            packed = dict(ranges=ranges[0], cu_seqlens=cu, max_seqlen=2)
+            attend(q[0], k[0, :3], v[0, :3], **packed)
     seen = set(operations.seen)
     assert not seen & {"sort", "cumsum", "cummax", "scatter_reduce", "nonzero", "unique_dim"}
     if by != "packed":
@@ -186,9 +158,9 @@ def test_the_route_neither_waits_nor_cleans_in_pytorch(by, kernel_device):
         assert "_local_scalar_dense" not in seen
 
 
-def test_the_wrapper_is_settled_too(kernel_device, no_second_look):
-    q, k, v = inputs(kernel_device)
-    ranges = make_ranges("overlap", 1, 3, 2, 40, 30, device=kernel_device)
+def test_the_wrapper_is_settled_too(ranged, no_second_look):
+    q, k, v, make = ranged
+    ranges = make("overlap")
     own = q.unflatten(2, (2, 2)), k.transpose(1, 2), v.transpose(1, 2), ranges
     first = selection_attention_triton(*own, **NAMED)
     no_second_look()
@@ -197,15 +169,15 @@ def test_the_wrapper_is_settled_too(kernel_device, no_second_look):
     close_to(again.flatten(2, 3), q, k, v, ranges)
 
 
-def test_what_differs_is_looked_at_again(kernel_device, monkeypatch):
-    q, k, v = inputs(kernel_device)
-    ranges = make_ranges("many", 1, 3, 2, 40, 30, device=kernel_device)
+def test_what_differs_is_looked_at_again(ranged, monkeypatch):
+    q, k, v, make = ranged
+    ranges = make("many")
     looked, run = [], dispatch.run
     monkeypatch.setattr(dispatch, "run", lambda *a, **kw: looked.append(a) or run(*a, **kw))
 
     def looks(*args, **how):
         looked.clear()
-        nsa.selection_attention(*args, **{**NAMED, **how})
+        attend(*args, **how)
         return len(looked)
 
     assert [looks(q, k, v, ranges=ranges) for _ in range(3)] == [1, 0, 0]
@@ -222,32 +194,32 @@ def test_what_differs_is_looked_at_again(kernel_device, monkeypatch):
     assert [d.route.value for d in taken] == ["triton"]
     assert looks(q.clone().requires_grad_(), k, v, ranges=ranges) == 1
     with pytest.raises(TypeError, match="softmax_scale must be None or a number, got True"):
-        nsa.selection_attention(q, k, v, ranges=ranges, softmax_scale=True, **NAMED)
+        attend(q, k, v, ranges=ranges, softmax_scale=True)
     assert looks(q, k, v, ranges=ranges, softmax_scale=1.0) == 1
     with pytest.raises(TypeError, match="got True"):
-        nsa.selection_attention(q, k, v, ranges=ranges, softmax_scale=True, **NAMED)
+        attend(q, k, v, ranges=ranges, softmax_scale=True)
     with pytest.raises(TypeError, match="softmax_scale must be None or a number"):
-        nsa.selection_attention(q, k, v, ranges=ranges, softmax_scale=[1.0], **NAMED)
+        attend(q, k, v, ranges=ranges, softmax_scale=[1.0])
 
 
-def test_tensors_that_begin_elsewhere_take_the_long_way_and_are_right(kernel_device):
+def test_tensors_that_begin_elsewhere_take_the_long_way_and_are_right(ranged):
     """Of the same sizes and strides, but not at 16 bytes: a 16-byte load cannot read them."""
-    q, k, v = inputs(kernel_device)
-    ranges = make_ranges("mixed", 1, 3, 2, 40, 30, device=kernel_device)
-    nsa.selection_attention(q, k, v, ranges=ranges, **NAMED)
+    q, k, v, make = ranged
+    ranges = make("mixed")
+    attend(q, k, v, ranges=ranges)
     for at in (1, 8):
         moved = [torch.cat([x.new_zeros(at), x.flatten()])[at:].view(x.shape) for x in (q, k, v)]
-        close_to(nsa.selection_attention(*moved, ranges=ranges, **NAMED), q, k, v, ranges)
+        close_to(attend(*moved, ranges=ranges), q, k, v, ranges)
     odd = torch.cat([ranges.new_zeros(1), ranges.flatten()])[1:].view(ranges.shape)
-    close_to(nsa.selection_attention(q, k, v, ranges=odd, **NAMED), q, k, v, ranges)
+    close_to(attend(q, k, v, ranges=odd), q, k, v, ranges)
 
 
-def test_a_settled_call_that_fails_is_told_by_the_long_way(kernel_device, monkeypatch):
+def test_a_settled_call_that_fails_is_told_by_the_long_way(ranged, monkeypatch):
     from nsa.kernels.triton_sel_kernel import in_place
 
-    q, k, v = inputs(kernel_device)
-    ranges = make_ranges("many", 1, 3, 2, 40, 30, device=kernel_device)
-    call = lambda: nsa.selection_attention(q, k, v, ranges=ranges, **NAMED)
+    q, k, v, make = ranged
+    ranges = make("many")
+    call = lambda: attend(q, k, v, ranges=ranges)
     call()
 
     def broken(*args, **kwargs):
@@ -269,19 +241,17 @@ def test_a_settled_call_that_fails_is_told_by_the_long_way(kernel_device, monkey
         call()
 
 
-def test_gradients_are_those_of_the_long_way(kernel_device):
+def test_gradients_are_those_of_the_long_way(ranged):
     """A settled call without gradients takes none away from one that needs them."""
-    q, k, v = inputs(kernel_device)
-    ranges = make_ranges("overlap", 1, 3, 2, 40, 30, device=kernel_device)
-    nsa.selection_attention(q, k, v, ranges=ranges, **NAMED)
+    q, k, v, make = ranged
+    ranges = make("overlap")
+    attend(q, k, v, ranges=ranges)
     leaves = [x.requires_grad_() for x in (k, v)]
     with torch.no_grad():
-        assert not nsa.selection_attention(q, k, v, ranges=ranges, **NAMED).requires_grad
-    of = lambda **how: nsa.selection_attention(q, k, v, ranges=ranges, **how).square().sum()
-    got = torch.autograd.grad(of(**NAMED), leaves)
-    want = torch.autograd.grad(of(backend="reference"), leaves)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3)
+        assert not attend(q, k, v, ranges=ranges).requires_grad
+    of = lambda backend: attend(q, k, v, ranges=ranges, backend=backend).square().sum()
+    got, want = (torch.autograd.grad(of(backend), leaves) for backend in ("triton", "reference"))
+    torch.testing.assert_close(got, want, rtol=5e-3, atol=5e-3)
 
 
 def test_not_more_calls_are_kept_than_fit(kernel_device, monkeypatch):
@@ -290,7 +260,7 @@ def test_not_more_calls_are_kept_than_fit(kernel_device, monkeypatch):
         like = dict(seed=n, dtype=torch.float16, device=kernel_device)
         q, k = randn(1, n, 2, 16, **like), randn(1, 8, 1, 16, **like)
         ranges = torch.zeros(1, n, 1, 1, 2, dtype=torch.int32, device=kernel_device)
-        nsa.selection_attention(q, k, k, ranges=ranges, **NAMED)
+        attend(q, k, k, ranges=ranges)
         assert 0 < len(settled._calls) <= 2
 
 

@@ -15,11 +15,11 @@ from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
 from nsa.kernels.prefill.combine import combine_bwd
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.sums import HalfSums
-from nsa.tests import test_prefill_kernels as kernels_of
+from nsa.tests.cases import BF16, F16, F32, Inputs, Shape
 from nsa.tests.helpers import randn
+from nsa.tests.test_prefill_kernels import operator_of
 
 pytestmark = pytest.mark.kernel
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 def nothing_anew(*args):
@@ -156,8 +156,8 @@ def test_sums_in_fp16_become_part_of_dq(name, asks, kernel_device, monkeypatch):
         else:
             acc.add_(3.0)
 
-    x = kernels_of.Inputs(kernels_of.Shape((39,), G=1), kernel_device)
-    leaves, call = kernels_of._forwards(x)["prefill" if name == "prefill" else "selected"]
+    x = Inputs(Shape((39,), G=1), kernel_device)
+    leaves, call, _ = operator_of("prefill" if name == "prefill" else "selected", x)
     blocks = torch.zeros(1, 39, 1, 1, dtype=torch.int32)
 
     def gradients(halves):
@@ -182,17 +182,18 @@ def test_sums_in_fp16_become_part_of_dq(name, asks, kernel_device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "name", "left"),
-    [((39,), "selected", float("inf")), ((21, 21), "selected", 0.0),
-     ((17, 17), "prefill", 2.0**-14), ((5, 21, 1), "prefill", float("nan"))],
+    ("shape", "name", "left"),
+    [(Shape((39,)), "selected", float("inf")), (Shape((21,), batch=2), "selected", 0.0),
+     (Shape((17,), batch=2), "prefill", 2.0**-14), (Shape((5, 21, 1)), "prefill", float("nan"))],
+    ids=str,
 )  # fmt: skip
-def test_what_fp16_did_not_serve_is_found_anew(lengths, name, left, kernel_device, monkeypatch):
+def test_what_fp16_did_not_serve_is_found_anew(shape, name, left, kernel_device, monkeypatch):
     """A pass that leaves something useless in every third row: dQ is that of the other kernels."""
     if kernel_device == "cuda":
         pytest.skip("the interpreter's size")
-    x = kernels_of.Inputs(kernels_of.Shape(lengths, packed=len(lengths) == 3), kernel_device)
+    x = Inputs(shape, kernel_device)
     x.gates.view(-1)[::2] *= -1
-    leaves, call = kernels_of._forwards(x)[name]
+    leaves, call, _ = operator_of(name, x)
     how = x.packing(compressed=name == "prefill", longest=name == "prefill")
     grad_out = x.layout(x.do)
     want = torch.autograd.grad(call(*leaves, **how)[0], leaves, grad_out)[0]

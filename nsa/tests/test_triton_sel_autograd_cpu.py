@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nsa import dispatch, launches
 from nsa.flags import Flags
-from nsa.kernels.triton_sel_kernel import selection_attention_triton
-from nsa.tests.helpers import make_ranges, randn
-
-
-def inputs(dtype=torch.float32, device="cpu"):
-    kw = {"dtype": dtype, "device": device}
-    return (
-        randn(1, 4, 2, 2, 16, seed=51, **kw), randn(1, 2, 70, 16, seed=52, **kw),
-        randn(1, 2, 70, 24, seed=53, **kw),
-    )  # fmt: skip
+from nsa.kernels.triton_sel_kernel import selection_attention_triton, selection_ranges_triton
+from nsa.tests.helpers import make_ranges
+from nsa.tests.sel_cases import inputs
 
 
 def test_allow_grad_decides_in_automatic_mode(kernel_device, monkeypatch):
     """With a gradient needed, NSA_SEL_TRITON_ALLOW_GRAD chooses between Triton and SDPA."""
     q, k, v = inputs(torch.float16, kernel_device)
     ranges = make_ranges("many", 1, 4, 2, 70, 40, device=kernel_device)
-    real = dispatch.make_request
-
-    def as_if_on_cuda(*args, **kw):
-        from dataclasses import replace
-
-        return replace(real(*args, **kw), device="cuda", capability=(9, 0))
-
-    monkeypatch.setattr(dispatch, "make_request", as_if_on_cuda)
+    real, on_cuda = dispatch.make_request, dict(device="cuda", capability=(9, 0))
+    monkeypatch.setattr(
+        dispatch, "make_request", lambda *a, **kw: replace(real(*a, **kw), **on_cuda)
+    )
     for allow, route in ((False, "sdpa"), (True, "triton")):
         flags = Flags(use_triton_sel=True, sel_triton_min_L=1, sel_triton_allow_grad=allow)
         leaf = q.clone().requires_grad_()
@@ -47,8 +38,6 @@ def test_allow_grad_decides_in_automatic_mode(kernel_device, monkeypatch):
 
 @pytest.mark.parametrize("frozen", ["q", "kv"])
 def test_only_what_needs_a_gradient_is_computed(frozen, kernel_device):
-    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-
     q, k, v = inputs(torch.float32, kernel_device)
     for x in (k, v) if frozen == "q" else (q,):
         x.requires_grad_()

@@ -8,18 +8,15 @@ import torch
 from nsa import dispatch, launches
 from nsa.kernels.triton_sel_kernel import selection_attention_triton, selection_ranges_triton
 from nsa.kernels.triton_sel_kernel.sel_fwd import sel_attn_fwd_varlen
-from nsa.tests.helpers import assert_finite, make_ranges, randn
-from nsa.tests.sel_cases import oracle_ranges
+from nsa.tests import sel_cases
+from nsa.tests.helpers import assert_finite, make_ranges
+from nsa.tests.sel_cases import check, oracle_ranges, rows_of
 
-HALF = torch.float16
+HALF, FULL = torch.float16, torch.float32
 
 
-def inputs(device, dtype=HALF, B=1, S=3, G=1, h=2, Skv=40, D=16, Dv=16, grad=False):
-    kw = {"dtype": dtype, "device": device, "requires_grad": grad}
-    return (
-        randn(B, S, G, h, D, seed=1, **kw), randn(B, G, Skv, D, seed=2, **kw),
-        randn(B, G, Skv, Dv, seed=3, **kw),
-    )  # fmt: skip
+def inputs(device, dtype=HALF, S=3, Skv=40, Dv=16, **how):
+    return sel_cases.inputs(dtype, device, S=S, G=1, Skv=Skv, Dv=Dv, **how)
 
 
 @pytest.mark.parametrize("n, path, sizes", [
@@ -46,8 +43,7 @@ def test_keys_outside_the_ranges_are_never_read(path, kernel_device):
     """NaN in every other key must touch neither the output nor any gradient."""
     q, k, v = inputs(kernel_device)
     spans = [[3, 20]] if path == "dense" else [[3, 10], [12, 13], [15, 33]]
-    ranges = torch.tensor(spans, dtype=torch.int32, device=kernel_device)
-    ranges = ranges.expand(1, 3, 1, len(spans), 2)
+    ranges = rows_of([spans] * 3, kernel_device)
     other = torch.ones(40, dtype=torch.bool)
     for a, b in spans:
         other[a:b] = False
@@ -61,12 +57,11 @@ def test_keys_outside_the_ranges_are_never_read(path, kernel_device):
 
 
 def test_huge_scores_do_not_overflow(kernel_device):
-    q, k, v = inputs(kernel_device, dtype=torch.float32)
-    q, k = q * 200, k * 200
+    q, k, v = inputs(kernel_device, FULL)
     ranges = make_ranges("whole", 1, 3, 1, 40, 40, device=kernel_device)
-    out = selection_ranges_triton(q, k, v, ranges)
-    want = oracle_ranges(*[x.double() for x in (q, k, v)], ranges)
-    torch.testing.assert_close(out.double(), want.to(out.device), rtol=1e-3, atol=1e-3)
+    got = selection_ranges_triton(q * 200, k * 200, v, ranges)
+    want = oracle_ranges(*(x.double() for x in (q * 200, k * 200, v)), ranges)
+    torch.testing.assert_close(got.double(), want.to(got.device), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("path", ["ranges", "varlen", "dense"])
@@ -84,19 +79,16 @@ def test_extreme_ranges_attend_their_keys_in_reach(dtype, path, kernel_device):
     for ranges in (as_ranges(spans).to(dtype), as_ranges(want_spans).clamp(max=400)):
         out = selection_ranges_triton(*leaves, ranges, path=path)
         results.append([out, *torch.autograd.grad(out.sum(), leaves)])
-    for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want) and got.isfinite().all()
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert_finite(**dict(zip(("out", "dq", "dk", "dv"), results[0], strict=True)))
 
 
 def test_expanded_gradient_of_the_output(kernel_device):
     """sum() hands the backward a gradient of stride 0."""
-    leaves = inputs(kernel_device, dtype=torch.float32, grad=True)
+    x = inputs(kernel_device, FULL)
     ranges = make_ranges("mixed", 1, 3, 1, 40, 30, device=kernel_device)
-    got = torch.autograd.grad(selection_ranges_triton(*leaves, ranges).sum(), leaves)
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    want = torch.autograd.grad(oracle_ranges(*wide, ranges).sum(), wide)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+    ones = torch.ones((), device=kernel_device).expand(1, 3, 1, 2, 16)
+    check("expanded", x, ranges, grad_out=ones)
 
 
 @pytest.mark.parametrize(

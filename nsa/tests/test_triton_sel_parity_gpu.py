@@ -17,13 +17,10 @@ from torch import Tensor
 from bench.parity import MAE_LIMIT, assert_parity
 from nsa import dispatch, launches
 from nsa.flags import Flags
-from nsa.kernels.triton_sel_kernel import (
-    sel_fwd,
-    selection_attention_triton,
-    selection_ranges_triton,
-)
-from nsa.tests.helpers import HOSTILE_RANGE_KINDS, make_ranges, randn
-from nsa.tests.sel_cases import oracle_ranges, plain_ranges
+from nsa.kernels import triton_sel_kernel as sel
+from nsa.kernels.triton_sel_kernel import sel_fwd
+from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges
+from nsa.tests.sel_cases import check, inputs, plain_dense
 
 pytestmark = pytest.mark.kernel
 CORE = pytest.mark.core  # what a standard report has; the whole matrix is the profile full's
@@ -63,10 +60,6 @@ def gathered(x: Tensor, ranges: Tensor, L: int) -> Tensor:
     which = torch.searchsorted(ends, slot, right=True)
     key = spans[..., 0].gather(1, which) + slot - (ends - lengths).gather(1, which)
     return x[key]
-
-
-def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax(q @ k.transpose(1, 2) / math.sqrt(q.shape[-1]), -1) @ v
 
 
 def nearness(out: Tensor, want: Tensor, same: Tensor) -> float:
@@ -116,11 +109,11 @@ def test_triton_sel_parity_matrix_gpu(dtype, D, Dv, H, cuda):
                 ranges_all = spans_of(dist, ROWS[-1], L, Skv, gen)
                 q_all = rand(ROWS[-1], H, D)
                 k_all, v_all = gathered(K, ranges_all, L), gathered(V, ranges_all, L)
-                want = exact(q_all.float(), k_all.float(), v_all.float())
-                same = exact(q_all, k_all, v_all)
+                want = plain_dense(q_all.float(), k_all.float(), v_all.float())
+                same = plain_dense(q_all, k_all, v_all)
                 for N in ROWS:
                     q, k, v = q_all[:N], k_all[:N], v_all[:N]
-                    outs = {"cache": selection_ranges_triton(
+                    outs = {"cache": sel.selection_ranges_triton(
                         q[None, :, None], K[None, None], V[None, None], ranges_all[:, :N]
                     )[0, :, 0]}  # fmt: skip
                     if packed_too and dist in packed:
@@ -137,8 +130,8 @@ def test_triton_sel_parity_matrix_gpu(dtype, D, Dv, H, cuda):
     case = f"matrix-{str(dtype)[6:]}-D{D}-Dv{Dv}-H{H}"
     for _, cell, out, (q, k, v) in nearest:
         assert_parity(
-            f"{case}-{cell}", "fwd", out, exact(q.double(), k.double(), v.double()),
-            exact(q, k, v), path_requested="triton", path_taken="triton", launches=launched,
+            f"{case}-{cell}", "fwd", out, plain_dense(q.double(), k.double(), v.double()),
+            plain_dense(q, k, v), path_requested="triton", path_taken="triton", launches=launched,
             expect_kernels=CACHE_KERNELS + PACKED_KERNELS * packed_too,
         )  # fmt: skip
 
@@ -161,8 +154,8 @@ def test_triton_sel_parity_fp32_and_odd_sizes_gpu(dtype, N, lengths, D, Dv, H, c
             out = sel_fwd.sel_attn_fwd_dense_group(q, k, v, splits=splits)
         assert_parity(
             f"{str(dtype)[6:]}-D{D}-Dv{Dv}-H{H}-L{L}", "fwd", out,
-            exact(q.double(), k.double(), v.double()), exact(q, k, v), path_requested="triton",
-            path_taken="triton", launches=launched,
+            plain_dense(q.double(), k.double(), v.double()), plain_dense(q, k, v),
+            path_requested="triton", path_taken="triton", launches=launched,
             expect_kernels=["_sel_attn_fwd_dense_group_kernel"]
             + ["_sel_attn_merge_kernel"] * (splits is not None),
         )  # fmt: skip
@@ -171,34 +164,26 @@ def test_triton_sel_parity_fp32_and_odd_sizes_gpu(dtype, N, lengths, D, Dv, H, c
 @CORE
 def test_triton_wrapper_parity_multirange_small_gpu(cuda):
     """The wrapper in automatic mode: policy, cleaning of hostile ranges, every path."""
-    kw = dict(dtype=torch.bfloat16, device="cuda")
-    q, k, v = randn(2, 6, 2, 4, 64, seed=1, **kw), randn(2, 2, 96, 64, seed=2, **kw), None
-    v = randn(2, 2, 96, 128, seed=3, **kw)
+    x = inputs(torch.bfloat16, "cuda", B=2, S=6, h=4, Skv=96, D=64, Dv=128)
     flags = Flags(use_triton_sel=True, triton_sel_force=True, sel_triton_min_L=1)
-    for kind in ("few", "many", "mixed", *HOSTILE_RANGE_KINDS):
-        ranges = make_ranges(kind, 2, 6, 2, 96, 60, seed=5)
-        want = oracle_ranges(*[x.cpu().double() for x in (q, k, v)], ranges)
-        ranges = ranges.cuda()
+    for kind in (*RANGE_KINDS, *HOSTILE_RANGE_KINDS):
+        ranges = make_ranges(kind, 2, 6, 2, 96, 60, seed=5).cuda()
         for path in (None, "ranges", "varlen"):
             if (kind, path) == ("empty", "varlen"):
                 continue  # nothing to launch
-            with launches.recording() as launched, dispatch.trace() as taken:
-                out = selection_attention_triton(q, k, v, ranges, path=path, flags=flags)
-            assert_parity(
-                f"wrapper-{kind}-{path}", "fwd", out, want, plain_ranges(q, k, v, ranges),
-                path_requested="triton", path_taken=taken[-1].route.value, launches=launched,
-                fallback_reason=taken[-1].fallback_reason,
-            )  # fmt: skip
+            run = lambda *x, r=ranges, p=path: sel.selection_attention_triton(
+                *x, r, path=p, flags=flags
+            )
+            check(f"wrapper-{kind}-{path}", x, ranges, run=run)
 
 
 @CORE
 def test_below_min_L_falls_back_gpu(cuda):
     """Policy on a real device: the keys that a row may select decide, by shapes."""
-    kw = dict(dtype=torch.bfloat16, device="cuda")
-    q, k = randn(1, 6, 2, 4, 64, seed=1, **kw), randn(1, 2, 96, 64, seed=2, **kw)
+    x = inputs(torch.bfloat16, "cuda", S=6, h=4, Skv=96, D=64)
     ranges = make_ranges("mixed", 1, 6, 2, 96, 60, device="cuda")
     for least, route in ((96, "triton"), (97, "sdpa")):
         flags = Flags(use_triton_sel=True, triton_sel_force=True, sel_triton_min_L=least)
         with dispatch.trace() as taken:
-            selection_attention_triton(q, k, k, ranges, flags=flags)
+            sel.selection_attention_triton(*x, ranges, flags=flags)
         assert taken[-1].route.value == route

@@ -9,34 +9,32 @@ import pytest
 import torch
 
 import nsa
-from bench.parity import assert_parity
 from nsa import dispatch
 from nsa.flags import Flags
 from nsa.kernels.triton_sel_kernel import selection_attention_triton, selection_ranges_triton
 from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges, randn
-from nsa.tests.sel_cases import oracle_ranges, plain_ranges
+from nsa.tests.sel_cases import check, inputs, oracle_ranges, rows_of
 
 ON = Flags(use_triton_sel=True, sel_triton_min_L=1)
+FULL = torch.float32
+RANGES = make_ranges("mixed", 1, 4, 2, 70, 40)
 
 
-def inputs(dtype=torch.float32, B=1, S=4, G=2, h=2, Skv=70, D=16, Dv=24):
-    return (
-        randn(B, S, G, h, D, seed=41, dtype=dtype), randn(B, G, Skv, D, seed=42, dtype=dtype),
-        randn(B, G, Skv, Dv, seed=43, dtype=dtype),
-    )  # fmt: skip
+def attend(x, ranges=RANGES, **how):
+    """The output, held to the oracle, and (route, reason) of each decision."""
+    with dispatch.trace() as taken:
+        out = selection_attention_triton(*x, ranges, **how)
+    torch.testing.assert_close(out.double(), oracle_ranges(*x, ranges), rtol=1e-4, atol=1e-5)
+    return out, [(d.route.value, d.fallback_reason) for d in taken]
 
 
 @pytest.mark.parametrize("kind", RANGE_KINDS + HOSTILE_RANGE_KINDS)
 def test_packed_sdpa_serves_cpu_tensors(kind):
-    q, k, v = inputs()
     ranges = make_ranges(kind, 1, 4, 2, 70, 40, seed=4)
     with dispatch.trace() as taken:
-        out = selection_attention_triton(q, k, v, ranges, flags=ON)
+        run = lambda *x: selection_attention_triton(*x, ranges, flags=ON)
+        check(f"cpu-{kind}", inputs(FULL), ranges, run=run, route="sdpa")
     assert [(d.route.value, d.fallback_reason) for d in taken] == [("sdpa", "no_cuda")]
-    assert_parity(
-        f"cpu-{kind}", "fwd", out, oracle_ranges(q, k, v, ranges), plain_ranges(q, k, v, ranges),
-        path_requested="sdpa", path_taken=taken[0].route.value,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -48,48 +46,30 @@ def test_packed_sdpa_serves_cpu_tensors(kind):
     ],
 )
 def test_routes_of_the_flags(flags, route, reason):
-    q, k, v = inputs()
-    ranges = make_ranges("many", 1, 4, 2, 70, 40)
-    with dispatch.trace() as taken:
-        out = selection_attention_triton(q, k, v, ranges, flags=flags)
-    assert [(d.route.value, d.fallback_reason) for d in taken] == [(route, reason)]
-    torch.testing.assert_close(out.double(), oracle_ranges(q, k, v, ranges), rtol=1e-4, atol=1e-5)
+    assert attend(inputs(FULL), flags=flags)[1] == [(route, reason)]
 
 
 def test_flags_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("NSA_USE_SEL_PACK", "0")
-    q, k, v = inputs()
-    with dispatch.trace() as taken:
-        selection_attention_triton(q, k, v, make_ranges("few", 1, 4, 2, 70, 40))
-    assert taken[0].route.value == "reference"
+    assert attend(inputs(FULL))[1] == [("reference", "no_cuda")]
 
 
 @pytest.mark.parametrize("D", [12, 20])
 def test_head_sizes_that_no_kernel_takes_still_work(D):
-    q, k, v = inputs(D=D, Dv=D)
-    ranges = make_ranges("mixed", 1, 4, 2, 70, 40)
-    out = selection_attention_triton(q, k, v, ranges, flags=ON)
-    torch.testing.assert_close(out.double(), oracle_ranges(q, k, v, ranges), rtol=1e-4, atol=1e-5)
+    attend(inputs(FULL, D=D, Dv=D), flags=ON)
 
 
 def test_softmax_scale_and_strided_inputs():
     q, k, v = inputs(torch.float64)
-    ranges = make_ranges("mixed", 1, 4, 2, 70, 40)
-    scaled = selection_attention_triton(q, k, v, ranges, softmax_scale=0.5)
-    torch.testing.assert_close(scaled, oracle_ranges(q * 0.5 * 4, k, v, ranges))
-    turned = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v)]
-    torch.testing.assert_close(
-        selection_attention_triton(*turned, ranges), selection_attention_triton(q, k, v, ranges)
-    )
+    scaled = selection_attention_triton(q, k, v, RANGES, softmax_scale=0.5)
+    torch.testing.assert_close(scaled, oracle_ranges(q * 0.5 * 4, k, v, RANGES))
+    attend([x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v)])
 
 
 @pytest.mark.skipif(dispatch.interpreting(), reason="named routes run in the interpreter")
 def test_a_named_triton_route_is_refused_on_cpu():
-    q, k, v = inputs(torch.float16)
     with pytest.raises(dispatch.RouteUnavailable) as refused:
-        selection_attention_triton(
-            q, k, v, make_ranges("few", 1, 4, 2, 70, 40), flags=ON, backend="triton"
-        )
+        attend(inputs(), flags=ON, backend="triton")
     assert refused.value.reason == "no_cuda"
 
 
@@ -104,13 +84,11 @@ def call(monkeypatch, flags, *, dtype=torch.float16, D=16, grad=False, cuda=True
             dispatch, "make_request",
             lambda *a, **kw: replace(real(*a, **kw), device="cuda", capability=sm),
         )  # fmt: skip
-    kw = {"dtype": dtype}
-    q = randn(1, 4, 1, 2, D, seed=61, **kw).requires_grad_(grad)
-    k, v = randn(1, 1, 70, D, seed=62, **kw), randn(1, 1, 70, 16, seed=63, **kw)
-    ranges = make_ranges("mixed", 1, 4, 1, 70, 40)
+    q, k, v = inputs(dtype, D=D, Dv=16)
+    q.requires_grad_(grad)
     with dispatch.trace() as taken:
-        out = selection_attention_triton(q, k, v, ranges, flags=flags)
-    want = oracle_ranges(q, k, v, ranges)
+        out = selection_attention_triton(q, k, v, RANGES, flags=flags)
+    want = oracle_ranges(q, k, v, RANGES)
     torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
     return taken[-1]
 
@@ -179,12 +157,10 @@ def test_block_sizes_without_a_kernel_are_unavailable(kernel_device):
 @pytest.mark.parametrize("path, buckets", [("ranges", 1), ("varlen", 2)])
 def test_what_a_triton_call_logs(path, buckets, kernel_device, capfd):
     """Reads are the tokens really selected; timing has one line per bucket of lengths."""
-    kw = {"dtype": torch.float16, "device": kernel_device}
-    q, k = randn(1, 3, 1, 2, 16, seed=1, **kw), randn(1, 1, 70, 16, seed=2, **kw)
     spans = [[[0, 40], [30, 50]], [[0, 3], [9, 9]], [[0, 0], [0, 0]]]  # 50, 3 and 0 tokens
-    ranges = torch.tensor(spans, device=kernel_device)[None, :, None]
+    x, ranges = inputs(device=kernel_device, S=3, G=1), rows_of(spans, kernel_device)
     flags = Flags(debug_log=True, debug_timing=True)
-    selection_ranges_triton(q, k, k, ranges, path=path, flags=flags)
+    selection_ranges_triton(*x, ranges, path=path, flags=flags)
     lines = capfd.readouterr().err.splitlines()
     tagged = lambda tag: [x for x in lines if x.startswith(f"NSA-LOG {tag} ")]
     assert len(tagged("sel.triton.reads")) == 1

@@ -14,6 +14,7 @@ from nsa.flags import Flags
 from nsa.kernels.prefill import split_turned_triton
 from nsa.module import NSAAttention
 from nsa.rotary import split_turned
+from nsa.tests.cases import strided
 from nsa.tests.helpers import left_for_the_collector, randn
 
 KERNEL = "_turn_kernel"
@@ -30,8 +31,14 @@ CONFIGS = [
 PARTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
 
 
-def sizes(c):
-    return dict(heads=c.heads, groups=c.groups, d_k=c.d_k, d_v=c.d_v, rope_base=c.rope_base)
+def split(qkv, at, c=SMALL):
+    sizes = dict(heads=c.heads, groups=c.groups, d_k=c.d_k, d_v=c.d_v, rope_base=c.rope_base)
+    return split_turned_triton(qkv, at, **sizes)
+
+
+def by_pytorch(qkv, at, c=SMALL):
+    q, kv = split_turned(qkv, at, c)
+    return [q, *(getattr(kv, name) for name in PARTS[1:])]
 
 
 def expected(qkv, start, c):
@@ -55,7 +62,7 @@ def test_every_part_and_gradient_is_the_oracles(config, shape, dtype, start, ker
     qkv = randn(*shape, sum(config.qkv_widths), seed=1, **like).requires_grad_()
     at = torch.arange(start, start + shape[-1], device=kernel_device)
     with launches.recording() as counts:
-        got = split_turned_triton(qkv, at, **sizes(config))
+        got = split(qkv, at, config)
         do = [randn(*x.shape, seed=10 + i, **like) for i, x in enumerate(got)]
         (grad,) = torch.autograd.grad(got, qkv, do)
     assert counts[KERNEL] == 2 and all(x.is_contiguous() for x in got)
@@ -63,8 +70,7 @@ def test_every_part_and_gradient_is_the_oracles(config, shape, dtype, start, ker
     wide = qkv.detach().double().cpu().requires_grad_()
     want = expected(wide, start, config)
     (want_grad,) = torch.autograd.grad(want, wide, [x.double().cpu() for x in do])
-    plain, kv = split_turned(qkv.detach(), at, config)
-    same = [plain, *(getattr(kv, name) for name in PARTS[1:])]
+    same = by_pytorch(qkv.detach(), at, config)
     for name, g, w, s in zip((*PARTS, "dqkv"), (*got, grad), (*want, want_grad), (*same, None),
                              strict=True):  # fmt: skip
         assert_parity(
@@ -80,23 +86,17 @@ def test_every_part_and_gradient_is_the_oracles(config, shape, dtype, start, ker
 
 def test_packed_positions_and_views(kernel_device):
     """Positions in any order, projections that are a view: what PyTorch gives."""
-    at = torch.tensor([5, 0, 1, 2, 900_000, 3], device=kernel_device)
-    whole = randn(6, 2 * sum(SMALL.qkv_widths), seed=2, device=kernel_device)
-    view = whole[:, 1::2]
-    got = split_turned_triton(view, at, **sizes(SMALL))
-    q, kv = split_turned(view, at, SMALL)
-    for name, g in zip(PARTS, got, strict=True):
-        torch.testing.assert_close(g, q if name == "q" else getattr(kv, name), rtol=0, atol=2e-6)
+    at = strided(torch.tensor([5, 0, 1, 2, 900_000, 3], device=kernel_device))
+    view = randn(6, 2 * sum(SMALL.qkv_widths), seed=2, device=kernel_device)[:, 1::2]
+    torch.testing.assert_close(list(split(view, at)), by_pytorch(view, at), rtol=0, atol=2e-6)
 
 
 def test_a_nan_stays_in_its_head(kernel_device):
     qkv = randn(1, 9, sum(SMALL.qkv_widths), seed=3, device=kernel_device)
     at = torch.arange(9, device=kernel_device)
-    clean = split_turned_triton(qkv, at, **sizes(SMALL))
+    clean = split(qkv, at)
     qkv[0, 4, 30] = float("nan")  # head 1 of q
-    for i, (a, b) in enumerate(
-        zip(clean, split_turned_triton(qkv, at, **sizes(SMALL)), strict=True)
-    ):
+    for i, (a, b) in enumerate(zip(clean, split(qkv, at), strict=True)):
         other = b.isnan()
         assert other.sum() == (2 if i == 0 else 0) and torch.equal(a[~other], b[~other])
         assert i or other[0, 4, 1].sum() == 2
@@ -105,7 +105,7 @@ def test_a_nan_stays_in_its_head(kernel_device):
 def test_no_tokens_launch_nothing(kernel_device):
     qkv = torch.zeros(2, 0, sum(SMALL.qkv_widths), device=kernel_device, requires_grad=True)
     with launches.recording() as counts:
-        parts = split_turned_triton(qkv, torch.arange(0, device=kernel_device), **sizes(SMALL))
+        parts = split(qkv, torch.arange(0, device=kernel_device))
         (grad,) = torch.autograd.grad(parts, qkv, [torch.zeros_like(x) for x in parts])
     assert not counts.get(KERNEL) and grad.shape == qkv.shape
     assert parts[0].shape == (2, 0, 6, 24)

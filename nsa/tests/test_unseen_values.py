@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,13 +14,38 @@ import nsa
 from nsa import oracle
 from nsa.blocks import num_compressed
 from nsa.flags import Flags
+from nsa.tests.cases import BF16, F16, F32, ends_of
 from nsa.tests.helpers import deterministic, make_block_indices, make_qkv, randn
 
 FLAGS = Flags(use_triton_sel=True, sel_triton_allow_grad=True)
 L, D, L_SEL, W = 8, 4, 16, 9
 S = 41  # not whole tiles of queries
-BAD = [math.nan, math.inf, 60000.0]
-F16, F32 = torch.float16, torch.float32
+BAD = NAN, INF, LARGE = [math.nan, math.inf, 60000.0]
+ROUTES = ["reference", "sdpa"]
+
+
+def routes(names: str, pytorchs: list, tritons: list):
+    """Parametrise `backend` and `names`: each of PyTorch's routes, and Triton's kernels."""
+    listed = lambda case: case if isinstance(case, tuple) else (case,)
+    on = lambda backend, cases, marks=(): [
+        pytest.param(
+            backend, *getattr(c, "values", listed(c)), marks=[*marks, *getattr(c, "marks", ())]
+        )
+        for c in cases
+    ]
+    triton = on("triton", tritons, [pytest.mark.kernel])
+    return pytest.mark.parametrize(
+        f"backend, {names}", [*on("reference", pytorchs), *on("sdpa", pytorchs), *triton]
+    )
+
+
+@pytest.fixture
+def where(backend: str, request: pytest.FixtureRequest) -> dict:
+    """dtype and device of a route; the kernels' own in 16 bits."""
+    if backend != "triton":
+        return dict(dtype=F32, device="cpu")
+    return dict(dtype=F16, device=request.getfixturevalue("kernel_device"))
+
 
 # ---- which keys a query sees, by the definitions -------------------------------------------------
 
@@ -48,12 +73,16 @@ def sees_blocks(blocks, N, start=0):
 # ---- the check -----------------------------------------------------------------------------------
 
 
-def outcome(run, q, k, v):
-    """Output, and gradients of q, k and v."""
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+def outcome(run, *tensors):
+    """Output, and gradients of all tensors."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
     out = run(*leaves)
     grad = randn(*out.shape, seed=77, dtype=out.dtype, device=out.device)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def close(a, b, tol, what=""):
+    torch.testing.assert_close(a, b, atol=tol, rtol=tol, msg=lambda m: f"{what}: {m}")
 
 
 def check(run, tensors, sees, places, bad):
@@ -74,7 +103,7 @@ def check(run, tensors, sees, places, bad):
                 for i in together:
                     x[name][places[i]] = bad
             anywhere = torch.stack([seeing[i] for i in together]).any(0)
-            compare(outcome(run, **x), was, anywhere, k.shape[-2], names, bad)
+            compare(outcome(run, *x.values()), was, anywhere, k.shape[-2], names, bad)
 
 
 def who_sees(at, q, k, sees):
@@ -92,15 +121,14 @@ def compare(now, was, seeing, groups, name, bad):
     half = was[1].dtype == F16
     rows = lambda x, which: x.cpu().unflatten(-2, (groups, -1))[which].float()
     for what, a, b in zip(("out", "dq"), now, was, strict=False):
-        a, b, tol = rows(a, ~seeing), rows(b, ~seeing), 2e-3 if half else 1e-5
+        a, b = rows(a, ~seeing), rows(b, ~seeing)
         assert b.isfinite().all()
         assert a.isfinite().all(), f"{what} of rows that do not see {name} = {bad}"
-        torch.testing.assert_close(a, b, atol=tol, rtol=tol, msg=lambda m, w=what: f"{w}: {m}")
+        close(a, b, 2e-3 if half else 1e-5, what)
     if not seeing.any():
         for what, a, b in zip(("dk", "dv"), now[2:], was[2:], strict=True):
-            tol = 5e-3 if half else 1e-5
-            torch.testing.assert_close(a, b, atol=tol, rtol=tol, msg=lambda m, w=what: f"{w}: {m}")
-    elif bad != 60000.0:
+            close(a, b, 5e-3 if half else 1e-5, what)
+    elif bad != LARGE:
         odd = ~rows(now[0], seeing).isfinite()
         assert odd.flatten(1).any(-1).all(), f"rows that see {name} = {bad} hide it"
         if math.isnan(bad):
@@ -108,42 +136,28 @@ def compare(now, was, seeing, groups, name, bad):
             assert rows(now[1], seeing).isnan().any(-1).all()
 
 
+# ---- branches ------------------------------------------------------------------------------------
+
+
 def inputs(N, *, B=1, dtype=F32, device="cpu", packed=False, h=2, S=S):
     q, k, v = make_qkv(B, S, 2 * h, 2, 16, Skv=N, dtype=dtype, device=device, seed=N)
     return (q[0], k[0], v[0]) if packed else (q, k, v)
 
 
-def spans_in_fp32(name, q, k, v, q_start=0):
-    """The kernels of spans, which the routes take for 16 bits only."""
-    from nsa.kernels.prefill import compressed_attention_triton, sliding_attention_triton
-
+def branch(name, backend, **how):
+    """Of q, k and v; in fp32 the routes do not take the kernels of spans, which serve it."""
+    if backend == "kernels":
+        from nsa.kernels.prefill import compressed_attention_triton as cmp
+        from nsa.kernels.prefill import sliding_attention_triton as win
+    else:
+        cmp, win, how = nsa.compressed_attention, None, dict(how, backend=backend, flags=FLAGS)
     if name == "compressed":
-        return compressed_attention_triton(q, k, v, l=L, d=D, q_start=q_start)[0]
-    return sliding_attention_triton(q, k, v, window=W, q_start=q_start)[0]
-
-
-def sliding(backend, **how):
-    return lambda q, k, v: nsa.sliding_attention(
-        q, k, v, window=W, backend=backend, flags=FLAGS, **how
-    )
-
-
-def compressed(backend, **how):
-    return lambda q, k, v: nsa.compressed_attention(
-        q, k, v, l=L, d=D, backend=backend, flags=FLAGS, **how
-    )[0]
-
-
-def selected(backend, blocks, **how):
-    return lambda q, k, v: nsa.selection_attention(
-        q, k, v, blocks, block_size=L_SEL, backend=backend, flags=FLAGS, **how
-    )
-
-
-def by_ranges(backend, ranges, **how):
-    return lambda q, k, v: nsa.selection_attention(
-        q, k, v, ranges=ranges, backend=backend, flags=FLAGS, **how
-    )
+        return lambda q, k, v: cmp(q, k, v, l=L, d=D, **how)[0]
+    if name == "sliding":
+        if win is None:
+            return lambda q, k, v: nsa.sliding_attention(q, k, v, window=W, **how)
+        return lambda q, k, v: win(q, k, v, window=W, **how)[0]
+    return lambda q, k, v: nsa.selection_attention(q, k, v, **how)
 
 
 def causal_ranges(S, N, seed=0):
@@ -155,49 +169,105 @@ def causal_ranges(S, N, seed=0):
     return spans.minimum(t + 1)
 
 
-# ---- PyTorch's routes ----------------------------------------------------------------------------
-
-
 def branch_case(backend, name, dtype=F32, device="cpu", h=2):
     """run, (q, k, v), sees and the places of the bad rows: the last key, one in the middle, rows
     behind the end, and another sequence of the batch."""
-    how = dict(dtype=dtype, device=device, h=h)
-    later = (slice(None), slice(-1, None))
-    middle = (slice(None), slice(20, 21))
+    how, every = dict(dtype=dtype, device=device, h=h), slice(None)
+    later, middle = (every, slice(-1, None)), (every, slice(20, 21))
     if name == "sliding":
-        x = inputs(S, B=2, **how)
-        return sliding(backend), x, sees_window(S, S), [later, middle, (1,)]
+        run = branch("sliding", backend)
+        return run, inputs(S, B=2, **how), sees_window(S, S), [later, middle, (1,)]
     if name == "sliding chunk":  # of a longer sequence
-        x, run = inputs(S, B=1, S=6, **how), sliding(backend, q_start=S - 6)
-        return run, x, sees_window(6, S, S - 6), [later, (slice(None), slice(30, 31))]
+        run = branch("sliding", backend, q_start=S - 6)
+        x, sees = inputs(S, B=1, S=6, **how), sees_window(6, S, S - 6)
+        return run, x, sees, [later, (every, slice(30, 31))]
     if name == "compressed":
         n = num_compressed(S, L, D)
+        places = [(every, slice(n, None)), (every, slice(n - 1, n)), (1,)]
         x = inputs(n + 2, B=2, **how)
-        stale = (slice(None), slice(n, None))
-        last = (slice(None), slice(n - 1, n))
-        return compressed(backend), x, sees_compressed(S, n + 2), [stale, last, (1,)]
+        return branch("compressed", backend), x, sees_compressed(S, n + 2), places
+    stale = (every, slice(S, None))
     if name == "blocks":
-        x = inputs(S + 5, B=2, **how)
         blocks = make_block_indices("random", 2, S, 2, 2, L_SEL, seed=1)
-        run = selected(backend, blocks.to(device))
-        last = (slice(None), slice(S - 1, S))
-        stale = (slice(None), slice(S, None))
-        return run, x, sees_blocks(blocks, S + 5), [stale, last, middle, (1,)]
+        run = branch(name, backend, block_indices=blocks.to(device), block_size=L_SEL)
+        places = [stale, (every, slice(S - 1, S)), middle, (1,)]
+        return run, inputs(S + 5, B=2, **how), sees_blocks(blocks, S + 5), places
     n = 12  # the last queries of so many keys
-    x, ranges = inputs(S + 5, B=1, S=n, **how), causal_ranges(n, S)
-    stale = (slice(None), slice(S, None))
-    run = by_ranges(backend, ranges.to(device))
-    return run, x, sees_ranges(ranges, S + 5), [stale, middle, later]
+    ranges = causal_ranges(n, S)
+    run = branch(name, backend, ranges=ranges.to(device))
+    return run, inputs(S + 5, B=1, S=n, **how), sees_ranges(ranges, S + 5), [stale, middle, later]
+
+
+CU = [0, 17, 17, 33]  # and rows of no sequence behind
+
+
+def packed_case(backend, name, dtype=F32, device="cpu", h=2):
+    """run, (q, k, v), sees and places: the first and the last key of a sequence, rows of none."""
+    spans = [(a, b) for a, b in pairwise(CU) if a < b]
+    pack = dict(cu_seqlens=torch.tensor(CU, dtype=torch.int32, device=device))
+    if name == "compressed":
+        ends = torch.tensor([num_compressed(b - a, L, D) for a, b in spans]).cumsum(0).tolist()
+        keys, parts = ends[-1], [(0, ends[0]), (ends[0], ends[1])]
+    else:
+        keys, parts = S, spans
+    sees = torch.zeros(S, 2, keys, dtype=torch.bool)
+    ranges = torch.zeros(S, 2, 2, 2, dtype=torch.int32)
+    blocks = torch.full((S, 2, 2), -1, dtype=torch.int32)
+    for i, ((a, b), (first, last)) in enumerate(zip(spans, parts, strict=True)):
+        if name in ("compressed", "sliding"):
+            seen = sees_compressed if name == "compressed" else sees_window
+            sees[a:b, :, first:last] = seen(b - a, last - first)[:, None]
+        else:
+            one = make_block_indices("random", 1, b - a, 2, 2, L_SEL, seed=2 * i)
+            blocks[a:b], sees[a:b, :, a:b] = one[0], sees_blocks(one, b - a)[0]
+            ranges[a:b] = oracle.blocks_to_ranges(one, L_SEL)[0]
+    if name == "blocks":
+        pack.update(block_indices=blocks.to(device), block_size=L_SEL)
+    elif name == "ranges":
+        pack.update(ranges=ranges.to(device))
+    n = parts[0][1]
+    places = [(slice(n, n + 1),), (slice(n - 1, n),), (slice(33, None),)]
+    x = inputs(keys, dtype=dtype, device=device, packed=True, h=h)
+    return branch(name, backend, **pack), x, sees, places[: 2 if name == "compressed" else 3]
 
 
 BRANCHES = ["sliding", "sliding chunk", "compressed", "blocks", "ranges"]
+PACKED = ["packed sliding", "packed compressed", "packed blocks", "packed ranges"]
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("name", BRANCHES)
-def test_branches_of_pytorch(backend, name, bad):
-    run, x, sees, places = branch_case(backend, name)
-    check(run, x, sees, places, bad)
+def case_of(backend, name, **how):
+    build = packed_case if name.startswith("packed") else branch_case
+    return build(backend, name.removeprefix("packed "), **how)
+
+
+@routes(
+    "name, bad",
+    [*itertools.product(BRANCHES + PACKED, BAD)],
+    [*((name, NAN) for name in BRANCHES + PACKED), ("sliding", LARGE), ("compressed", INF),
+     ("ranges", INF), pytest.param("blocks", INF, marks=pytest.mark.nightly)],
+)  # fmt: skip
+def test_branches(backend, name, bad, where):
+    check(*case_of(backend, name, **where), bad)
+
+
+@pytest.mark.parametrize("name, bad", [*((name, NAN) for name in BRANCHES[:3]), ("sliding", LARGE)])
+def test_spans_of_triton_in_fp32(name, bad, kernel_device):
+    check(*case_of("kernels", name, dtype=F32, device=kernel_device), bad)
+
+
+@pytest.mark.parametrize("two_passes", [False, True])
+def test_compressed_backward_of_four_heads(two_passes, kernel_device):
+    """Of which there is a kernel that finds all gradients in one pass."""
+    case = branch_case("triton", "compressed", F16, kernel_device, h=4)
+    with deterministic(two_passes):
+        check(*case, NAN)
+
+
+@pytest.mark.parametrize("bad", BAD[:2])
+def test_the_oracle(bad):
+    """It gathers what a query sees, and nothing else."""
+    _, x, sees, places = branch_case("reference", "sliding", torch.float64)
+    check(lambda *x: oracle.sliding_attention(*x, window=W), x, sees, places[:2], bad)
 
 
 @pytest.mark.parametrize("name", BRANCHES)
@@ -208,145 +278,79 @@ def test_an_unseen_score_that_overflows_changes_nothing(backend, name):
         large = k.clone()
         large[place] = torch.finfo(k.dtype).max / 2
         unseeing = ~who_sees(place, q, k, sees)
-        now, was = (run(q, x, v).unflatten(-2, (2, -1))[unseeing] for x in (large, k))
-        torch.testing.assert_close(now, was, rtol=1e-5, atol=1e-5)
+        close(*(run(q, x, v).unflatten(-2, (2, -1))[unseeing] for x in (large, k)), 1e-5)
 
 
-def check_queries(run, tensors, bad):
-    """A query of `bad` values changes no other's output, nor its gradient."""
-    q, k, v = tensors
-    odd, at = q.clone(), q.shape[-3] // 2
-    odd[..., at, :, 1] = bad
-    others = [row for row in range(q.shape[-3]) if row != at]
+@routes(
+    "name, bad",
+    [*itertools.product(BRANCHES, [NAN, INF, -INF, 1e36])],
+    [*((name, NAN) for name in BRANCHES[:3]), ("compressed", -INF)],
+)
+def test_a_query_changes_no_other(backend, name, bad, where):
+    """Neither its output nor its gradient."""
+    run, (q, k, v), *_ = branch_case(backend, name, **where)
+    if backend != "triton":
+        k = k * 100
+    odd, at = q.clone(), q.shape[1] // 2
+    odd[:, at, :, 1] = bad
+    others = torch.arange(q.shape[1]) != at
     now, was = outcome(run, odd, k, v), outcome(run, q, k, v)
-    for x, y in list(zip(now, was, strict=True))[:2]:
-        torch.testing.assert_close(x[..., others, :, :], y[..., others, :, :], rtol=1e-5, atol=1e-5)
+    for x, y in zip(now[:2], was[:2], strict=True):
+        close(x[:, others], y[:, others], 1e-5)
     if math.isnan(bad):  # of a row that sees a key
-        assert not now[0][..., at, :, :].isfinite().all()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e36])
-@pytest.mark.parametrize("name", BRANCHES)
-def test_a_query_changes_no_other(backend, name, bad):
-    run, (q, k, v), *_ = branch_case(backend, name)
-    check_queries(run, (q, k * 100, v), bad)
-
-
-CU = [0, 17, 17, 33]  # and rows of no sequence behind
-
-
-def packed_case(backend, name, dtype=F32, device="cpu", h=2):
-    """run, (q, k, v), sees and places: the first and the last key of a sequence, rows of none."""
-    how = dict(dtype=dtype, device=device, packed=True, h=h)
-    cu = torch.tensor(CU, dtype=torch.int32)
-    pack = dict(cu_seqlens=cu.to(device))
-    counts = [num_compressed(b - a, L, D) for a, b in zip(CU, CU[1:], strict=False)]
-    keys = sum(counts) if name == "compressed" else S
-    groups, sees = 2, torch.zeros(S, 2, keys, dtype=torch.bool)
-    blocks = torch.full((S, groups, 2), -1, dtype=torch.int32)
-    at = 0
-    for i, (a, b) in enumerate(zip(CU, CU[1:], strict=False)):
-        if name == "compressed":
-            sees[a:b, :, at : at + counts[i]] = sees_compressed(b - a, counts[i])[:, None]
-            at += counts[i]
-        elif name == "sliding":
-            sees[a:b, :, a:b] = sees_window(b - a, b - a)[:, None]
-        elif b > a:
-            one = make_block_indices("random", 1, b - a, groups, 2, L_SEL, seed=i)
-            blocks[a:b], sees[a:b, :, a:b] = one[0], sees_blocks(one, b - a)[0]
-    x = inputs(keys, **how)
-    if name == "compressed":
-        places = [(slice(counts[0], counts[0] + 1),), (slice(counts[0] - 1, counts[0]),)]
-        return compressed(backend, **pack), x, sees, places
-    places = [(slice(17, 18),), (slice(16, 17),), (slice(33, None),)]
-    if name == "sliding":
-        return sliding(backend, **pack), x, sees, places
-    if name == "blocks":
-        return selected(backend, blocks.to(device), **pack), x, sees, places
-    ranges = torch.zeros(S, groups, 2, 2, dtype=torch.int32)
-    for a, b in zip(CU, CU[1:], strict=False):
-        if b > a:
-            ranges[a:b] = oracle.blocks_to_ranges(blocks[a:b][None], L_SEL)[0]
-    return by_ranges(backend, ranges.to(device), **pack), x, sees, places
-
-
-PACKED = ["sliding", "compressed", "blocks", "ranges"]
-
-
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_branches_of_pytorch(backend, name, bad):
-    run, x, sees, places = packed_case(backend, name)
-    check(run, x, sees, places, bad)
+        assert not now[0][:, at].isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_lse_is_that_of_the_seen_keys(backend, name):
     """It is what blocks are chosen by: values have no part in it."""
     n = num_compressed(S, L, D)
-    q, k, v = inputs(n)
-    x = dict(k=k, v=v)
-    lse_of = lambda k, v: nsa.compressed_attention(q, k, v, l=L, d=D, backend=backend)[1]
+    x = dict(zip("qkv", inputs(n), strict=True))
+    lse_of = lambda q, k, v: nsa.compressed_attention(q, k, v, l=L, d=D, backend=backend)[1]
     was = lse_of(**x)
     x[name] = x[name].clone()
-    x[name][:, -1] = math.nan
-    now = lse_of(**x)
-    last = sees_compressed(S, n)[:, -1]
+    x[name][:, -1] = NAN
+    now, last = lse_of(**x), sees_compressed(S, n)[:, -1]
     torch.testing.assert_close(now[:, ~last], was[:, ~last])
-    if name == "k":
-        assert now[:, last].isnan().all()
-    else:
-        torch.testing.assert_close(now, was)
+    assert now[:, last].isnan().all() if name == "k" else torch.equal(now, was)
 
 
-def check_choice(backend, bad, device="cpu"):
+@pytest.mark.parametrize(
+    "backend, bad",
+    [*(("reference", bad) for bad in BAD),  # of triton a key of infinity has scores of NaN
+     *(pytest.param("triton", bad, marks=pytest.mark.kernel) for bad in (NAN, LARGE))],
+)  # fmt: skip
+def test_choice_of_blocks(backend, bad, where):
     n = num_compressed(S, L, D)
-    q, k, _ = inputs(n + 2, dtype=F16, device=device)
-    choose = lambda k: nsa.select_blocks(
-        q, k, l=L, d=D, l_sel=4, n_sel=5, backend=backend, flags=FLAGS
-    )
-    was = choose(k)
+    q, k, _ = inputs(n + 2, dtype=F16, device=where["device"])
+    how = dict(l=L, d=D, l_sel=4, n_sel=5, backend=backend, flags=FLAGS)
+    was = nsa.select_blocks(q, k, **how)
     for row in (n, n - 1, 3):
         bad_k = k.clone()
         bad_k[:, row] = bad
         blind = ~sees_compressed(S, n + 2)[:, row]
-        assert torch.equal(choose(bad_k)[:, blind], was[:, blind]), row
+        assert torch.equal(nsa.select_blocks(q, bad_k, **how)[:, blind], was[:, blind]), row
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_choice_of_blocks_of_pytorch(bad):
-    check_choice("reference", bad)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_the_oracle(bad):
-    """It gathers what a query sees, and nothing else."""
-    _, x, sees, places = branch_case("reference", "sliding", torch.float64)
-    run = lambda q, k, v: oracle.sliding_attention(q, k, v, window=W)
-    check(run, x, sees, places[:2], bad)
+# ---- the whole -----------------------------------------------------------------------------------
 
 
 def layer(dtype=F32, device="cpu", B=2, h=2):
     """What nsa_attention takes, buffers of compressed and selected keys longer than seen."""
     n = num_compressed(S, L, D)
     make = lambda seed, *dims: randn(B, *dims, seed=seed, dtype=dtype, device=device)
-    return [
-        make(1, S, 2 * h, 16), make(2, n + 2, 2, 16), make(3, n + 2, 2, 16), make(4, S + 3, 2, 16),
-        make(5, S + 3, 2, 16), make(6, S, 2, 16), make(7, S, 2, 16),
-        make(8, S, 2 * h, 3).sigmoid(),
-    ]  # fmt: skip
+    keys = [make(i, rows, 2, 16) for i, rows in enumerate([n + 2, n + 2, S + 3, S + 3, S, S], 2)]
+    return [make(1, S, 2 * h, 16), *keys, make(8, S, 2 * h, 3).sigmoid()]
 
 
 def whole(tensors, backend):
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = nsa.nsa_attention(
-        *leaves, l=L, d=D, l_sel=L_SEL, n_sel=3, window=W, backend=backend, flags=FLAGS
-    )
-    grad = randn(*out.shape, seed=9, dtype=out.dtype, device=out.device)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    how = dict(l=L, d=D, l_sel=L_SEL, n_sel=3, window=W, backend=backend, flags=FLAGS)
+    return outcome(lambda *x: nsa.nsa_attention(*x, **how), *tensors)
 
 
-def check_whole(tensors, backend, bad, tol):
+@routes("bad", BAD, [NAN])
+def test_attention(backend, bad, where):
+    tensors, tol = layer(**where), 4e-3 if backend == "triton" else 1e-5
     n, was = num_compressed(S, L, D), whole(tensors, backend)
     last = {1: n - 1, 2: n - 1, 3: S - 1, 4: S - 1, 5: S - 1, 6: S - 1}
     first = (n - 1) * D + L - 1  # that sees the last compressed key
@@ -359,178 +363,43 @@ def check_whole(tensors, backend, bad, tol):
         for i in of:
             x[i][sequences, last[i] + behind :] = bad
         now = whole(x, backend)
-        for what, a, c in zip(("out", "dq"), now, was, strict=False):
-            for got, want in ((a[:, :seen_from], c[:, :seen_from]), (a[1:], c[1:])):
-                torch.testing.assert_close(
-                    got, want, atol=tol, rtol=tol, msg=lambda m, i=of, w=what: f"{i} {w} {m}"
-                )
+        for what, a, b in zip(("out", "dq"), now, was, strict=False):
+            close(a[:, :seen_from], b[:, :seen_from], tol, f"{of} {what}")
+            close(a[1:], b[1:], tol, f"{of} {what}")
         if seen_from == S:
             assert all(g.isfinite().all() for g in now[1:])
         elif math.isnan(bad):
             assert now[0][0, -1].isnan().all()
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_attention_of_pytorch(backend, bad):
-    check_whole(layer(), backend, bad, 1e-5)
-
-
 def test_a_query_of_nan_that_sees_nothing():
     """Where there is no compressed key at all."""
     q, k, v = make_qkv(1, 5, 2, 1, 8, Skv=0)
-    q[0, 0] = math.nan
+    q[0, 0] = NAN
     out, lse = nsa.compressed_attention(q, k, v, l=L, d=D, backend="reference")
     assert not out.any() and lse.isneginf().all()
 
 
-def check_odd_gates(tensors, backend, odd, tol):
-    """Gates are real numbers. Of one that is none the row tells, by its output and by its q's
-    gradient; the others are what they were, and so is what the gradient of the gates is made of."""
+# Kernels ask whether any gate is negative.
+GATES = [((INF, NAN),), ((-INF,),)]
+
+
+@routes("odd", GATES, GATES)
+def test_gates_that_are_no_numbers(backend, odd, where):
+    """Of one that is none the row tells, by its output and by its q's gradient; the others are what
+    they were, and so is what the gradient of the gates is made of."""
+    tensors = layer(**where, B=1 if backend == "triton" else 2)
+    tol = 4e-3 if backend == "triton" else 1e-5
     was, x = whole(tensors, backend), [t.clone() for t in tensors]
     others = torch.ones(was[0].shape[:-1], dtype=torch.bool)
-    for i, (value, branch) in enumerate(itertools.product(odd, range(3))):
-        x[7][0, 30 + i, 1, branch] = value
+    for i, (value, gate) in enumerate(itertools.product(odd, range(3))):
+        x[7][0, 30 + i, 1, gate] = value
         others[0, 30 + i, 1] = False
     now = whole(x, backend)
     for got, want in zip(now[:2], was[:2], strict=True):
         assert not got[~others].isfinite().all(-1).any(), "hidden"
-        torch.testing.assert_close(got[others], want[others], atol=tol, rtol=tol)
-    torch.testing.assert_close(now[8], was[8], atol=tol, rtol=tol)
-
-
-# Kernels ask whether any gate is negative.
-GATES = pytest.mark.parametrize("odd", [(math.inf, math.nan), (-math.inf,)], ids=str)
-
-
-@GATES
-def test_gates_that_are_no_numbers(backend, odd):
-    check_odd_gates(layer(), backend, odd, 1e-5)
-
-
-# ---- Triton's kernels ----------------------------------------------------------------------------
-
-NAN_OR_LARGE = [math.nan, 60000.0]  # a key of infinity has scores of NaN
-
-
-@pytest.mark.parametrize(
-    "name, bad", [*((name, math.nan) for name in BRANCHES[:3]), ("compressed", -math.inf)]
-)
-def test_a_query_of_tritons_kernels_changes_no_other(name, bad, kernel_device):
-    run, x, *_ = branch_case("triton", name, F16, kernel_device)
-    check_queries(run, x, bad)
-
-
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    [(name, math.nan) for name in BRANCHES]
-    + [("sliding", 60000.0), ("compressed", math.inf), ("ranges", math.inf),
-       pytest.param("blocks", math.inf, marks=pytest.mark.nightly)],
-)  # fmt: skip
-def test_branches_of_triton(name, bad, kernel_device):
-    run, x, sees, places = branch_case("triton", name, F16, kernel_device)
-    check(run, x, sees, places, bad)
-
-
-@pytest.mark.parametrize(
-    "name, bad", [*((name, math.nan) for name in BRANCHES[:3]), ("sliding", 60000.0)]
-)
-def test_spans_of_triton_in_fp32(name, bad, kernel_device):
-    _, x, sees, places = branch_case("triton", name, F32, kernel_device)
-    start = {"q_start": S - 6} if name == "sliding chunk" else {}
-    check(lambda q, k, v: spans_in_fp32(name, q, k, v, **start), x, sees, places, bad)
-
-
-@pytest.mark.parametrize("bad", [math.nan])
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_branches_of_triton(name, bad, kernel_device):
-    run, x, sees, places = packed_case("triton", name, F16, kernel_device)
-    check(run, x, sees, places, bad)
-
-
-@pytest.mark.parametrize("two_passes", [False, True])
-def test_compressed_backward_of_four_heads(two_passes, kernel_device):
-    """Of which there is a kernel that finds all gradients in one pass."""
-    run, x, sees, places = branch_case("triton", "compressed", F16, kernel_device, h=4)
-    with deterministic() if two_passes else contextlib.nullcontext():
-        check(run, x, sees, places, math.nan)
-
-
-@pytest.mark.parametrize("bad", NAN_OR_LARGE)
-def test_choice_of_blocks_of_triton(bad, kernel_device):
-    check_choice("triton", bad, kernel_device)
-
-
-@pytest.mark.parametrize("team", [False, True])
-def test_decode_of_several_tokens(team, kernel_device, monkeypatch):
-    """A new token's keys are not those of the tokens before it."""
-    from nsa.kernels.decode import nsa_decode_triton
-
-    monkeypatch.setenv("NSA_USE_CLUSTER", "0")
-    T, lens = 4, [39, 30]
-    make = lambda seed, *dims: randn(2, *dims, seed=seed, dtype=F16, device=kernel_device)
-    q, gates = make(1, T, 4, 16), make(2, T, 4, 3).sigmoid()
-    caches = [make(3 + i, 12 if i < 2 else 48, 2, 16) for i in range(6)]
-
-    def run(caches):
-        counters = torch.zeros(2, 2, 32, dtype=torch.int32, device=kernel_device)
-        with torch.no_grad():
-            return nsa_decode_triton(
-                q, *caches, gates, torch.tensor(lens, device=kernel_device), l=L, d=D, l_sel=L_SEL,
-                n_sel=3, n_init=1, n_local=2, window=W, max_len=48,
-                counters=counters if team else None,
-            )  # fmt: skip
-
-    was = run(caches)
-    for i in range(len(caches)):
-        changed = [x.clone() for x in caches]
-        # The last compressed key of 39 tokens is that of the last one alone: (39 - 8) % 4 == 3.
-        row = num_compressed(lens[0], L, D) - 1 if i < 2 else lens[0] - 1
-        seen_from = (row * D + L - 1 if i < 2 else row) - (lens[0] - T)
-        changed[i][0, row:] = math.nan
-        now = run(changed)
-        assert torch.equal(now[1], was[1]), i
-        seen_from = max(seen_from, 0)
-        torch.testing.assert_close(now[0, :seen_from], was[0, :seen_from], atol=0, rtol=0)
-        assert now[0, seen_from:].isnan().all(), i
-
-
-def test_attention_of_triton(kernel_device):
-    check_whole(layer(F16, kernel_device), "triton", math.nan, 4e-3)
-
-
-@GATES
-def test_gates_of_triton_that_are_no_numbers(odd, kernel_device):
-    check_odd_gates(layer(F16, kernel_device, B=1), "triton", odd, 4e-3)
-
-
-@pytest.mark.parametrize("bad", BAD[:2])
-@pytest.mark.parametrize("shape, dv", [((1, 70, 2, 24), 24), ((50, 1, 16), 48)], ids=str)
-def test_keys_tell_of_their_values(shape, dv, bad, kernel_device):
-    from nsa.kernels.prefill.marked_keys import marked
-
-    k, v = (
-        randn(*shape[:-1], d, seed=d, dtype=F16, device=kernel_device) for d in (shape[-1], dv)
-    )  # fmt: skip
-    odd = torch.zeros(shape[:-1], dtype=torch.bool, device=kernel_device)
-    odd.view(-1)[[0, 17, -1]] = True
-    v[..., 5] = v[..., 5].masked_fill(odd, bad)
-    new_k, new_v = marked(k, v)
-    assert torch.equal(new_k[~odd], k[~odd]) and torch.equal(new_v[~odd], v[~odd])
-    assert new_k[odd].isnan().all() and (new_v[odd] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", [F16, torch.float32])
-def test_a_backward_takes_finite_keys_and_values(dtype, kernel_device):
-    from nsa.kernels.prefill.marked_keys import keys_for_backward, values_for_backward
-
-    x = randn(3, 70, 2, 24, seed=1, dtype=dtype, device=kernel_device)
-    x[0, 3, 1, :3] = torch.tensor([math.nan, math.inf, -math.inf])
-    for given in (x, x.transpose(1, 2)):
-        most = torch.finfo(dtype).max
-        want = torch.nan_to_num(given, nan=0.0, posinf=most, neginf=-most)
-        assert torch.equal(keys_for_backward(given), want)
-        want = torch.nan_to_num(given, nan=0.0, posinf=0.0, neginf=0.0)
-        assert torch.equal(values_for_backward(given), want)
+        close(got[others], want[others], tol)
+    close(now[8], was[8], tol)
 
 
 @pytest.mark.parametrize("name", ["k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"])
@@ -541,16 +410,14 @@ def test_attention_at_a_gpus_sizes(packed, h, name, kernel_device):
     if kernel_device == "cpu":
         pytest.skip("a GPU's size")
     n, l, d = 700, 32, 16
-    kw = dict(dtype=torch.bfloat16, device=kernel_device)
     n_cmp = num_compressed(n, l, d)
-    names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
-    shapes = [(n, 2 * h, 128), *[(n_cmp, 2, 128)] * 2, *[(n, 2, 128)] * 4, (n, 2 * h, 3)]
-    x = {m: randn(2, *s, seed=i, **kw) for i, (m, s) in enumerate(zip(names, shapes, strict=True))}
+    shapes = dict.fromkeys(("k_cmp", "v_cmp"), (n_cmp, 2, 128))
+    shapes |= dict.fromkeys(("k_sel", "v_sel", "k_win", "v_win"), (n, 2, 128))
+    shapes |= dict(q=(n, 2 * h, 128), gates=(n, 2 * h, 3))
+    kw = dict(dtype=BF16, device=kernel_device)
+    x = {m: randn(2, *s, seed=i, **kw) for i, (m, s) in enumerate(shapes.items())}
     last = (n_cmp - 1) * d + l - 1 if "cmp" in name else n - 1  # the first token that sees it
-    how = {}
-    if packed:
-        cu = torch.tensor([0, n, 2 * n], dtype=torch.int32, device=kernel_device)
-        how = dict(cu_seqlens=cu, max_seqlen=n)
+    how = dict(cu_seqlens=ends_of([n, n], kernel_device), max_seqlen=n) if packed else {}
 
     def run(x):
         x = {m: (t.flatten(0, 1) if packed else t).detach().requires_grad_() for m, t in x.items()}
@@ -561,8 +428,69 @@ def test_attention_at_a_gpus_sizes(packed, h, name, kernel_device):
     with deterministic():
         want = run(x)
         x[name] = x[name].clone()
-        x[name][0, -1] = math.nan
+        x[name][0, -1] = NAN
         got = run(x)
     assert got[0][0, last:].isnan().all()
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a[0, :last], b[0, :last]) and torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("team", [False, True])
+def test_decode_of_several_tokens(team, kernel_device, monkeypatch):
+    """A new token's keys are not those of the tokens before it."""
+    from nsa.kernels.decode import nsa_decode_triton
+
+    monkeypatch.setenv("NSA_USE_CLUSTER", "0")
+    T, lens = 4, torch.tensor([39, 30], device=kernel_device)
+    make = lambda seed, *dims: randn(2, *dims, seed=seed, dtype=F16, device=kernel_device)
+    q, gates = make(1, T, 4, 16), make(2, T, 4, 3).sigmoid()
+    caches = [make(3 + i, 12 if i < 2 else 48, 2, 16) for i in range(6)]
+    sizes = dict(l=L, d=D, l_sel=L_SEL, n_sel=3, n_init=1, n_local=2, window=W, max_len=48)
+
+    def run(caches):
+        counters = torch.zeros(2, 2, 32, dtype=torch.int32, device=kernel_device) if team else None
+        with torch.no_grad():
+            return nsa_decode_triton(q, *caches, gates, lens, **sizes, counters=counters)
+
+    was = run(caches)
+    for i in range(len(caches)):
+        changed = [x.clone() for x in caches]
+        # The last compressed key of 39 tokens is that of the last one alone: (39 - 8) % 4 == 3.
+        row = num_compressed(39, L, D) - 1 if i < 2 else 38
+        seen_from = max((row * D + L - 1 if i < 2 else row) - (39 - T), 0)
+        changed[i][0, row:] = NAN
+        now = run(changed)
+        assert torch.equal(now[1], was[1]), i
+        assert torch.equal(now[0, :seen_from], was[0, :seen_from]), i
+        assert now[0, seen_from:].isnan().all(), i
+
+
+# ---- what kernels are given instead of such values -----------------------------------------------
+
+
+@pytest.mark.parametrize("bad", BAD[:2])
+@pytest.mark.parametrize("shape, dv", [((1, 70, 2, 24), 24), ((50, 1, 16), 48)], ids=str)
+def test_keys_tell_of_their_values(shape, dv, bad, kernel_device):
+    from nsa.kernels.prefill.marked_keys import marked
+
+    make = lambda d: randn(*shape[:-1], d, seed=d, dtype=F16, device=kernel_device)
+    k, v = make(shape[-1]), make(dv)
+    odd = torch.zeros(shape[:-1], dtype=torch.bool, device=kernel_device)
+    odd.view(-1)[[0, 17, -1]] = True
+    v[..., 5] = v[..., 5].masked_fill(odd, bad)
+    new_k, new_v = marked(k, v)
+    assert torch.equal(new_k[~odd], k[~odd]) and torch.equal(new_v[~odd], v[~odd])
+    assert new_k[odd].isnan().all() and (new_v[odd] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_a_backward_takes_finite_keys_and_values(dtype, kernel_device):
+    from nsa.kernels.prefill.marked_keys import keys_for_backward, values_for_backward
+
+    x = randn(3, 70, 2, 24, seed=1, dtype=dtype, device=kernel_device)
+    x[0, 3, 1, :3] = torch.tensor([NAN, INF, -INF])
+    most = torch.finfo(dtype).max
+    for given in (x, x.transpose(1, 2)):
+        finite = lambda most, given=given: torch.nan_to_num(given, 0.0, most, -most)
+        assert torch.equal(keys_for_backward(given), finite(most))
+        assert torch.equal(values_for_backward(given), finite(0.0))
