@@ -77,9 +77,8 @@ block_scores = _module("block_score_hopper", 5)  # q, k_cmp, l, d, l_sel; _block
 _block_sums = _module("block_sums", 5)  # the same; block_select, from the log-sum-exp
 # q, k, v, n_sel, block_size, softmax_scale, keys of the longest sequence; block_attn_fwd
 block_forward = _module("block_attn_fwd_hopper", 7)
-block_backward = _module(
-    "block_attn_bwd_hopper", 5
-)  # q, k, v, grad_out, block_size; block_attn_bwd
+# q, k, v, grad_out, block_size; block_attn_bwd
+block_backward = _module("block_attn_bwd_hopper", 5)
 
 
 def forward_pair(
