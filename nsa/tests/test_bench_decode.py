@@ -102,19 +102,23 @@ def test_a_run_gives_proven_rows_and_a_table(run, tmp_path, capsys):
     assert code == 0
     cases = [r["case"] for r in sent]
     assert cases == [f"decode/S={S}{b}" for S in (20, 41) for b in ("", *PARTS, "/module")]
+    timed = {row["case"] for row in sent if proven(row)}
     for row in sent:
         assert row["kind"] == "bench" and row["cache"] == "warm"
-        if not proven(row):
+        if row["case"] not in timed:
             continue
         assert row["path_requested"] == row["path_taken"]
         assert row["reads_actual"] == row["reads_expected"]
         assert (row["speedup"] is not None) == (row["bench"] == "decode")
     for row, S in zip(rows, (20, 41), strict=True):
         assert int(row["S"]) == S and row["parity"] == "PASS" and row["device"] == "cpu"
-        total, low, high = (float(row[n]) for n in ("ms_total", "ci_low", "ci_high"))
-        assert 0 < low <= total <= high
-        assert all(float(row[f"ms_{b}"]) > 0 for b in BRANCHES)
-        assert float(row["speedup_low"]) <= float(row["speedup_high"])
+        for part in PARTS:
+            name, known = f"ms_{part[1:]}", f"decode/S={S}{part}" in timed
+            assert float(row[name]) > 0 if known else not row[name]
+        if f"decode/S={S}" in timed:
+            total, low, high = (float(row[n]) for n in ("ms_total", "ci_low", "ci_high"))
+            assert 0 < low <= total <= high
+            assert float(row["speedup_low"]) <= float(row["speedup_high"])
         assert row["baseline"].startswith("dense sdpa") and row["path"] == "composed"
         assert int(row["reads_actual_decode"]) == blocks.reads(S, **SIZES)
         assert int(row["reads_actual"]) == sum(blocks.reads(s, **SIZES) for s in range(1, S + 1))
@@ -123,7 +127,8 @@ def test_a_run_gives_proven_rows_and_a_table(run, tmp_path, capsys):
     assert summarize_decode_csv.main([str(tmp_path / "decode.csv")]) == 0
     out = capsys.readouterr().out
     assert "| 41 |" in out and f"{blocks.reads(41, **SIZES)} = expected" in out
-    assert "Decode step on cpu, warm cache" in out and "x [" in out
+    assert "Decode step on cpu, warm cache" in out
+    assert "x [" in out or "decode/S=41" not in timed
 
 
 def test_several_new_tokens_are_judged_each_by_its_context(run, tmp_path):
