@@ -29,7 +29,8 @@ nothing is learnt for NSA, and no weight is added. A model that was trained dens
 before it is of use.
 
 generate() decodes from an nsa.NSACache inside of the default (dynamic) cache, see
-nsa/integrations/transformers_cache.py. Batches with padding on either side run as one pack, and so
+nsa/integrations/transformers_cache.py; with nsa={"kv_cache_dtype": "fp8_e4m3"} in the config that
+holds FP8 (descales of 1). Batches with padding on either side run as one pack, and so
 do sequences that position_ids or cu_seq_lens_q tell apart. Checked with Transformers 5.4, 5.17 and
 5.24.
 """
@@ -49,6 +50,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from nsa.attention import nsa_attention
 from nsa.checks import autocast_on
 from nsa.compress import make_compression, mean_pool
+from nsa.fp8 import is_fp8
 from nsa.integrations.transformers_cache import cache_layer
 from nsa.integrations.transformers_packs import Pack, nsa_mask, pack_for
 from nsa.log import warn_once
@@ -70,15 +72,17 @@ def register() -> None:
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """The sizes, and backend and phi if given, of a model's config.nsa over SIZES.
+    """The sizes, and backend, kv_cache_dtype and phi if given, of a model's config.nsa over SIZES.
 
-    phi is what add_nsa_parameters notes. Raises ValueError for any other name.
+    kv_cache_dtype: "auto" or "fp8_e4m3", what generate() keeps. phi is what add_nsa_parameters
+    notes. Raises ValueError for any other name.
     """
     given = dict(getattr(config, "nsa", None) or {})
-    unknown = set(given) - set(SIZES) - {"backend", "phi"}
+    unknown = set(given) - set(SIZES) - {"backend", "kv_cache_dtype", "phi"}
     if unknown:
-        allowed = ", ".join([*SIZES, "backend"])
+        allowed = ", ".join([*SIZES, "backend", "kv_cache_dtype"])
         raise ValueError(f"config.nsa must hold some of {allowed}, got {sorted(unknown)[0]!r}")
+    is_fp8(given.get("kv_cache_dtype", "auto"))  # or an error that says what it may be
     return {**SIZES, **given}
 
 
@@ -238,6 +242,7 @@ def nsa_attention_forward(
     _refuse(module, query, key, attention_mask, dropout, kwargs)
     how = settings(module.config)
     how["softmax_scale"] = scaling
+    kv_cache_dtype = how.pop("kv_cache_dtype", "auto")
     learnt: NSAParameters | None = getattr(module, "nsa", None)
     if how.pop("phi", None) is not None and learnt is None:
         raise ValueError(
@@ -268,7 +273,7 @@ def nsa_attention_forward(
     k, v = (x.transpose(1, 2).to(dtype) for x in (key, value))
     out, k_cmp, v_cmp = _attend(q, k, v, gates, phi_k, phi_v, pack, how)
     if held is not None:
-        held.fill(q.shape[2], k, v, k_cmp, v_cmp, rows, how)
+        held.fill(q.shape[2], k, v, k_cmp, v_cmp, rows, how, kv_cache_dtype)
     return out, None
 
 

@@ -20,6 +20,7 @@ from nsa.attention import append_projected, nsa_decode
 from nsa.blocks import num_compressed
 from nsa.cache import BranchKV, NSACache
 from nsa.config import NSAConfig
+from nsa.fp8 import KVCacheDtype
 
 ROOM = 256  # tokens that fit behind a prompt before buffers grow, at least
 
@@ -50,7 +51,8 @@ class NSACacheLayer(DynamicLayer):
             x = self.nsa.k_sel if name == "keys" else self.nsa.v_sel
             column = torch.arange(self.columns, device=x.device)
             at = column - torch.tensor(self.first, device=x.device)[:, None]
-            return x[self.nsa._batch, at.clamp(min=0)].transpose(1, 2)
+            rows = x[self.nsa._batch, at.clamp(min=0)]
+            return self.nsa._read(name[0], rows).transpose(1, 2)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     # ---- Transformers' side ------------------------------------------------------------------
@@ -174,7 +176,7 @@ class NSACacheLayer(DynamicLayer):
 
     def fill(
         self, heads: int, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor,
-        rows: list[tuple[int, int]] | None, how: dict[str, Any],
+        rows: list[tuple[int, int]] | None, how: dict[str, Any], kv_cache_dtype: KVCacheDtype,
     ) -> None:  # fmt: skip
         """Hand the layer's keys over to an NSACache, where all sequences have tokens and end at the
         last column.
@@ -199,7 +201,8 @@ class NSACacheLayer(DynamicLayer):
             at = (column + torch.tensor(self.first, device=k.device)[:, None]).clamp(max=N - 1)
             k, v = (x[torch.arange(B, device=k.device)[:, None], at] for x in (k, v))
         room = N + max(ROOM, N // 8)
-        nsa = NSACache(config, B, room, device=k.device, dtype=k.dtype, growable=True)
+        like = dict(device=k.device, dtype=k.dtype, kv_cache_dtype=kv_cache_dtype)
+        nsa = NSACache(config, B, room, growable=True, **like)
         nsa.fill(BranchKV(k, v, k, v, k, v), k_cmp, v_cmp, lengths)
         self.nsa, self.columns = nsa, N
         del self.keys, self.values

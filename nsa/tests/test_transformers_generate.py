@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from nsa import launches  # noqa: E402
+from nsa import fp8, launches  # noqa: E402
 from nsa.integrations import transformers as integration  # noqa: E402
 from nsa.integrations.transformers_cache import NSACacheLayer  # noqa: E402
 from nsa.tests.test_transformers import CACHE, make, tokens  # noqa: E402
@@ -173,14 +173,43 @@ def test_other_padding_than_before_is_told():
         last_logits(model, ids, torch.cat([mask, mask[:1, :1].expand(2, 1)], 1), cache)
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["learnt", "plain"])
-def test_a_step_on_a_gpu_appends_in_one_launch(plain, kernel_device):
+def test_fp8_keys_stand_for_those_of_a_plain_cache():
+    """Of the first layer to the last bit; logits of steps are as near as four bits are."""
+    model, how = learnt().float(), dict(return_dict_in_generate=True, output_logits=True)
+    plain = generate(model, padded(), True, **how)
+    model.config.nsa["kv_cache_dtype"] = "fp8_e4m3"
+    for more in ({}, {"prefill_chunk_size": 8}):
+        quantized = generate(model, padded(), True, **how, **more)
+        for x, y in zip(plain.logits[1:], quantized.logits[1:], strict=True):
+            assert 1e-4 * x.norm() < (x - y).norm() < 0.03 * x.norm()
+    assert torch.equal(plain.sequences, quantized.sequences)
+    ours, theirs = (x.past_key_values.layers[0] for x in (quantized, plain))
+    assert ours.nsa.k_cmp.dtype == ours.nsa.v_win.dtype == fp8.E4M3
+    ours.leave()
+    one = torch.ones(2, theirs.keys.shape[2])
+    for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        want = fp8.dequantize(fp8.quantize(b, one), one, b.dtype)
+        assert torch.equal(a[0, :, :21], want[0, :, :21])
+        assert torch.equal(a[1, :, 9:21], want[1, :, 9:21])
+    model.config.nsa["kv_cache_dtype"] = "fp8"
+    with pytest.raises(ValueError, match="kv_cache_dtype must be 'auto' or 'fp8_e4m3', got 'fp8'"):
+        generate(model, padded(), True)
+
+
+@pytest.mark.parametrize("plain, stored", [
+    (False, "auto"), (True, "auto"), (False, "fp8_e4m3"),
+], ids=["learnt", "plain", "fp8"])  # fmt: skip
+def test_a_step_on_a_gpu_appends_in_one_launch(plain, stored, kernel_device):
     """The kernel and PyTorch append the same, bit by bit where both have the same input, and their
     logits agree."""
+    if stored == "fp8_e4m3" and kernel_device == "cuda":
+        if torch.cuda.get_device_capability() < (8, 9):
+            pytest.skip("e4m3 before SM 8.9")
     ids = tokens(2, 20).to(kernel_device)
     models, caches, logits = [], [], []
     for backend in ("triton", "reference"):
         sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "window": 16, "backend": backend}
+        sizes["kv_cache_dtype"] = stored
         model = make(nsa=sizes) if plain else learnt(nsa=sizes)
         models.append(model.to(kernel_device, torch.float16))
         model(ids[:, :9])  # one without parameters is known from its first call on
@@ -195,5 +224,7 @@ def test_a_step_on_a_gpu_appends_in_one_launch(plain, kernel_device):
             assert counts.get("_decode_append_kernel", 0) == (2 if at else 0)  # one a layer
             torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
     for name in ("k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw", "lens"):
-        of_triton, of_pytorch = (getattr(cache.layers[0].nsa, name) for cache in caches)
+        of_triton, of_pytorch = (
+            fp8.as_bytes(getattr(cache.layers[0].nsa, name)) for cache in caches
+        )
         assert torch.equal(of_triton, of_pytorch), name
