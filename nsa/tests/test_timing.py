@@ -263,7 +263,11 @@ def test_host_clock_times_calls_and_refuses_cold():
     with pytest.raises(ValueError, match="cold"):
         clock.run([], cold=True)
     row = timed(clock=clock, cold=False, nominal=None)
-    assert row.launch_bound is None and row.wall_us > 0, row.why
+    assert row.launch_bound is None
+    if row.status == "INVALID":  # other work on this machine may lie between what two clocks see
+        assert "the clock" in row.why[0], row.why
+    else:
+        assert row.wall_us > 0, row
 
 
 def test_wall_time_is_of_the_calls_that_were_made(monkeypatch):
