@@ -12,7 +12,6 @@ import torch
 
 from bench import bench_decode, decode_step, summarize_decode_csv
 from bench.bench_decode import branch_case, total_case
-from bench.clock import HostClock
 from bench.decode_step import BRANCHES, Step
 from bench.records import read_csv
 from bench.timing import Budget, Contender, NotRight, measure, prove
@@ -21,6 +20,7 @@ from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.module import NSAAttention
 from nsa.tests import helpers
+from nsa.tests.helpers import SteadyClock
 
 SIZES = dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
 SMALL = (
@@ -197,13 +197,13 @@ def test_bare_csv_goes_to_stdout_alone(capsys, monkeypatch):
 
 
 def measured(case, clock=None):
-    return measure(case, clock or HostClock(), cold=False, budget=BUDGET, save=lambda *_: None)
+    return measure(case, clock or SteadyClock(), cold=False, budget=BUDGET, save=lambda *_: None)
 
 
 def test_every_sample_sees_the_same_context(step):
     lengths = []
 
-    class Spy(HostClock):
+    class Spy(SteadyClock):
         def run(self, calls, *, cold):
             lengths.append((step.cache.length, step.cache.emitted, step.cache.lens.tolist()))
             return super().run(calls, cold=cold)

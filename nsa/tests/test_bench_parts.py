@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from bench import bench_fa2, bench_prefill, bench_sel_triton, health
-from bench.clock import HostClock
 from bench.device import Ceilings, Gpu, ceilings
 from bench.parity import never_launched
 from bench.prefill_inputs import (
@@ -31,7 +30,7 @@ from bench.timing import Budget, measure
 from nsa import launches, oracle, select
 from nsa.flags import Flags
 from nsa.kernels.row_tiles import tma_usable
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import SteadyClock, randn
 
 SMALL = Shape(77, B=2, HQ=6, G=2, D=16, Dv=8, l=8, d=4, l_sel=16, n_sel=3, w=20)
 
@@ -320,7 +319,7 @@ def test_routes_are_timed_beside_their_proof(dist, kernel_device, monkeypatch):
 
     def row():
         case = bench_sel_triton.case_of(cell, cell.rows(torch.float16), Flags(), {})
-        return measure(case, HostClock(), cold=False, budget=budget)
+        return measure(case, SteadyClock(), cold=False, budget=budget)
 
     if dist == "few":
         proven(bench_sel_triton.case_of(cell, cell.rows(torch.float16), Flags(), {}))

@@ -20,7 +20,7 @@ from nsa.decode_graph import GraphUnavailable, StepGraph, _at_every_length
 from nsa.flags import Flags
 from nsa.model import NSALanguageModel
 from nsa.module import NSAAttention, NSABlock
-from nsa.tests.helpers import assert_raises, randn
+from nsa.tests.helpers import SteadyClock, assert_raises, randn
 
 CONFIG = NSAConfig(dim=24, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=12)
 TRITON = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
@@ -293,7 +293,7 @@ QUICK = Budget(0.02, 0.2, 6, warm_s=0, warm_cap_s=0.05)
 
 def timed(layer, step, clock=None, budget=QUICK, cold=False):
     """What the bench finds beyond the step itself."""
-    tools = dict(clock=clock or clock_for("cpu"), cold=cold, budget=budget)
+    tools = dict(clock=clock or SteadyClock(), cold=cold, budget=budget)
     return more_rows(layer, step, bench_decode.total_case(step, {}), {}, tools)
 
 
@@ -301,7 +301,7 @@ def test_bench_times_the_layer_over_one_context(bench_step):
     layer, step = bench_step
     seen = []
 
-    class Spy(type(clock_for("cpu"))):
+    class Spy(SteadyClock):
         def run(self, calls, *, cold):
             assert all(call.before for call in calls)
             times = super().run(calls, cold=cold)
