@@ -65,7 +65,7 @@ class Shape:
 
     @property
     def whole(self) -> dict[str, int]:
-        """What nsa_prefill_triton takes beside tensors."""
+        """The arguments of nsa_prefill_triton that are no tensors."""
         return dict(self.sizes, n_init=1, n_local=2, window=self.w, **self.at)
 
     @property
@@ -74,7 +74,7 @@ class Shape:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Of each sequence."""
+        """How many keys each sequence has."""
         return tuple(self.q_start + n for n in self.lengths) * self.batch
 
     @property

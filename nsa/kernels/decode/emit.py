@@ -34,10 +34,10 @@ MOST_HIDDEN = 256  # a program of the second launch holds a row's hidden layer w
 
 
 def _where(c: CacheRows) -> tuple[list[Tensor], Tensor, tuple[int, ...], dict[str, Any]]:
-    """Of an NSACache, or the caches of nsa_with_kvcache: raw keys and values, the kernels' TABLE,
-    (table_len, raw_rows, cmp_rows, pages, most) and constants. most: compressed tokens that a
-    sequence has room for. Where there are no raw caches nobody reads raw tokens, and those of
-    selection stand for them."""
+    """Return what the kernels take of an NSACache, or of the caches of nsa_with_kvcache: raw keys
+    and values, TABLE, (table_len, raw_rows, cmp_rows, pages, most) and constants. most: compressed
+    tokens that a sequence has room for. Where there are no raw caches nobody reads raw tokens, and
+    those of selection stand for them."""
     raw = [c.k_sel, c.v_sel] if c.k_raw is None else [c.k_raw, c.v_raw]
     l, d, table = c.sizes["l"], c.sizes["d"], c.block_table
     page = 0 if table is None else c.k_cmp.shape[1] * d

@@ -248,8 +248,8 @@ def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
         arch >= 90 and branch is None and programs <= EARLY_PROGRAMS and choice["N"] <= CANDIDATES
     )
     ahead = {"launch_pdl": True} if early else {}
-    # Of the choice: many warps for a few programs, which end one soon; of many programs what each
-    # warp does again counts (addresses, barriers).
+    # The choice takes many warps for a few programs, which end one soon; with many programs what
+    # each warp does again counts (addresses, barriers).
     ranked, few = choice["CHUNK"] * nb, programs * p.tokens * chunks <= 2 * sms
     team = max(splits_cmp + splits_win, min(max(splits_sel, heads) * p.tokens, room))
     return StepPlan(
@@ -275,8 +275,8 @@ def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
         ),
         merge=dict(
             DV=p.dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv,
-            # As few as hold so many partial outputs in their registers: H200, 16 sequences of 64k,
-            # 3 us with one warp and 8 with four.
+            # As few warps as hold the partial outputs in their registers: H200, 16 sequences of
+            # 64k, 3 us with one warp and 8 with four.
             num_warps=pow2(cdiv(sum(padded) * block_dv, 32 * 176)), EARLY=early, **splits, **ahead,
         ),
         # One launch for all phases where programs run at the same time.

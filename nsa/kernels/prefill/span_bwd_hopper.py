@@ -79,7 +79,8 @@ from nsa.kernels.tiles import LOG2E, cdiv, pow2, sm_count
 
 # A tile: (query, head) rows and keys.
 ROWS, KEYS = 64, 128
-# Of Q's and V's heads: tiles of Q, and of dO, that shared memory has room for: up to 226 of 227 KB.
+# How many tiles of Q, and of dO, shared memory has room for, by the widths of Q's and V's heads: up
+# to 226 of 227 KB are taken.
 STAGES = {(64, 64): (3, 3), (128, 128): (3, 3), (192, 128): (2, 1)}
 WARPS = 8
 MOST_SHARES = 128  # of a packed sequence: programs are launched for tiles that could have as many
@@ -131,8 +132,14 @@ def _nth_tile(n, tiles, start, last, MODE: gl.constexpr):
 
 
 @gluon.jit
-def _visible(t, first, window, MODE: gl.constexpr):
-    """Which queries t see a key: all from `first` on, or the first `window` of them."""
+def _visible(
+    n, tiles, start, last, first, window,
+    MODE: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, COLUMN: gl.constexpr,
+):  # fmt: skip
+    """Which rows of the n-th tile see a key: those of all queries from `first` on, or of the first
+    `window` of them."""
+    tile = _nth_tile(n, tiles, start, last, MODE)
+    t = tile * BLOCK_Q + gl.arange(0, BLOCK_Q * HEADS, COLUMN) // HEADS
     if MODE == 0:
         see = t[None, :] >= first[:, None]
     else:
@@ -280,9 +287,8 @@ def _span_turn(
         if signed != 0:  # lse is read again, or it would take registers
             p = signed_by(p, lse_smem.index(slot).load(COLUMN)[None, :])
     if MASKED:
-        tile = _nth_tile(n, tiles, start, last, MODE)
-        t = tile * BLOCK_Q + gl.arange(0, ROWS, COLUMN) // HEADS
-        p = gl.where(_visible(t, first, window, MODE), p, 0.0)
+        seen = _visible(n, tiles, start, last, first, window, MODE, BLOCK_Q, HEADS, COLUMN)
+        p = gl.where(seen, p, 0.0)
     if SIGNED:
         p16 = rounded_here(p, dtype)
     else:
@@ -315,11 +321,11 @@ def _span_turn(
 
 @gluon.jit
 def _wide_turn(
-    dk, dk2, dv, s, n, tiles, start, last, buffers, first_bar, ds_at, dq_at, dq2_at,
-    first, window, signed, scale_log2,
-    MODE: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr,
-    S_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
-    DQ2_LAYOUT: gl.constexpr, MASKED: gl.constexpr, SIGNED: gl.constexpr,
+    dk, dk2, dv, s, n, tiles, start, last, buffers, first_bar, ds_at, dq_at, dq2_at, first, window,
+    signed, scale_log2,
+    MODE: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, S_LAYOUT: gl.constexpr,
+    ACC_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DQ2_LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr, SIGNED: gl.constexpr,
 ):  # fmt: skip
     """_span_turn where Q and K have more columns than V. dK and dV take 160 of a thread's 240
     registers, so that dP begins when S is done with its own, P is kept in 16 bits, and S of the
@@ -355,9 +361,8 @@ def _wide_turn(
     if (signed if SIGNED else nought) != 0:
         p = signed_by(p, lse_smem.index(slot).load(COLUMN)[None, :])
     if MASKED:
-        tile = _nth_tile(n, tiles, start, last, MODE)
-        t = tile * BLOCK_Q + gl.arange(0, ROWS, COLUMN) // HEADS
-        p = gl.where(_visible(t, first, window, MODE), p, 0.0)
+        seen = _visible(n, tiles, start, last, first, window, MODE, BLOCK_Q, HEADS, COLUMN)
+        p = gl.where(seen, p, 0.0)
     p16 = rounded_here(p, dtype)
     await_phase(first_bar, DO_READY, n & 1)
     zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
@@ -474,7 +479,7 @@ def _span_walk(
         [3, 0], [4, WARPS // 4], [16, WIDTH // (WARPS // 4), 16]
     )
     COPY_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    # Of the columns that Q and K have behind those of V.
+    # These are for the columns that Q and K have behind those of V.
     ACC2_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
     DQ2_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 32, 16])
     K_WIDTH: gl.constexpr = WIDTH + EXTRA
@@ -521,9 +526,8 @@ def _span_walk(
     if EXTRA > 0:
         dq2_at = kept(_place_in_dq(first_bar + DQ_AT + ROWS * WIDTH * 4, EXTRA))
         dk2 = gl.zeros([KEYS, EXTRA], gl.float32, ACC2_LAYOUT)
-        s = warpgroup_mma(
-            extras[0].index(0), extras[1].index(0).permute([1, 0]), s, is_async=True
-        )  # fmt: skip
+        q2_ahead = extras[1].index(0).permute([1, 0])
+        s = warpgroup_mma(extras[0].index(0), q2_ahead, s, is_async=True)
         s, dk, dk2, dv = warpgroup_mma_wait(0, deps=[s, dk, dk2, dv])
     else:
         s, dk, dv = warpgroup_mma_wait(0, deps=[s, dk, dv])
