@@ -228,7 +228,7 @@ def expected(x: Inputs, names: Sequence[str], run: Callable, dtype: torch.dtype)
     parts = [x.split(t, n) for t, n in zip(leaves, names, strict=True)]
     outs = [run(i, *(p[i][None] for p in parts)) for i in range(len(x.seqs))]
     out = torch.cat([o[0][0] for o in outs])
-    out = out + 0 * sum(t.sum() for t in leaves)  # also where no key is visible
+    out = out + sum(t[:0].sum() for t in leaves)  # on every leaf, also where no key is visible
     rest = [torch.cat([o[i][0] for o in outs]) for i in range(1, len(outs[0]))]
     grads = torch.autograd.grad(out, leaves, x.do.to(where, dtype))
     return [t.detach() for t in (out, *rest, *grads)]
