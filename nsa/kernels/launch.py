@@ -20,6 +20,7 @@ from triton import knobs
 from triton.runtime import build, driver
 
 from nsa import launches
+from nsa.kernels import cache_key
 
 # Multiplications and additions in one: the default until 3.8, of which 3.9 warns that it changes.
 OPTIONS = {"enable_fp_fusion": True}
@@ -222,6 +223,7 @@ def prepare_planned(
     """
     key = id(kernel) if key is None else key
     if key not in compiled:
+        cache_key.settle(kernel)
         made = kernel.warmup(*args, grid=grid, **OPTIONS, **constants)
         made._init_handles()
         compiled[key] = _kept(kernel, made, args, constants)
@@ -258,6 +260,7 @@ def _launch(
         _state.recorder.refuse(NOT_COMPILED if compiles else f"{kernel.__name__} is not kept")
     if _state.in_call and compiles:
         raise _Uncompiled
+    cache_key.settle(kernel)
     made = kernel[grid](*args, **OPTIONS, **constants)
     # Nothing comes back from the interpreter.
     if key is not None and hasattr(made, "packed_metadata"):

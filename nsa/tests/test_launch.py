@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import pkgutil
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +15,12 @@ from unittest import mock
 import pytest
 import torch
 from triton.runtime import build
+from triton.runtime.jit import JITCallable
 
-from nsa import NSAAttention, NSAConfig, launches
+from nsa import NSAAttention, NSAConfig, kernels, launches
 from nsa.flags import Flags
+from nsa.kernels import cache_key, row_tiles
 from nsa.kernels import launch as module
-from nsa.kernels import row_tiles
 from nsa.kernels.decode import nsa_decode_triton
 from nsa.kernels.launch import OPTIONS, launch, launch_planned, on_its_device, ready
 from nsa.tests.helpers import randn
@@ -469,3 +472,27 @@ def test_a_layout_has_the_name_of_tritons():
 
     for sizes in ((128, 16, 2), (0, 32, 1)):
         assert repr(row_tiles.shared_layout(*sizes)) == repr(gl.NVMMASharedLayout(*sizes))
+
+
+def test_keys_of_compiled_kernels_do_not_depend_on_what_came_before(monkeypatch):
+    """Else a process compiles again what is on the disk: which of two kernels that share a function
+    comes first is chance, since they compile side by side."""
+    for found in pkgutil.walk_packages(kernels.__path__, "nsa.kernels."):
+        importlib.import_module(found.name)
+    modules = [m for name, m in sys.modules.items() if name.startswith("nsa.kernels.")]
+    functions = {id(x): x for m in modules for x in vars(m).values() if isinstance(x, JITCallable)}
+    ours = [x for x in functions.values() if x.__module__.startswith("nsa.")]
+    assert len(ours) > 100
+
+    def keys(order) -> dict[str, str]:
+        for x in ours:
+            monkeypatch.setattr(x, "hash", None)
+            monkeypatch.setattr(x, "used_global_vals", {})
+        for x in order:
+            cache_key.settle(x)
+            constants = {}  # of one name one value: Triton sorts them by name, then by address
+            for (name, _), (value, _) in x.used_global_vals.items():
+                assert constants.setdefault(name, value) == value, (x.__name__, name)
+        return {f"{x.__module__}.{x.__name__}": x.cache_key for x in order}
+
+    assert keys(ours) == keys(ours[::-1])
