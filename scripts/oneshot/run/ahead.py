@@ -28,7 +28,8 @@ def import_all(*more: str) -> None:
 
 
 def main(fd: int, target: list[str]) -> None:
-    import_all()
+    # A bench looks into calls by a mode of PyTorch's dispatcher, which wants its compiler.
+    import_all(*["torch._dynamo"] * target[0].startswith("bench/"))
     if not os.read(fd, 1):
         return
     os.close(fd)
