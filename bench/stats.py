@@ -11,6 +11,7 @@ import numpy as np
 
 MIN_CI_N = 6  # below, no order statistic bounds the median with 95 % confidence
 MIN_N = 10  # below, a row is UNSTABLE whatever its samples say
+CHANCE = 1.96  # standard deviations, which chance passes once in twenty times
 LEAST_FLOOR = 0.01  # differences below 1 % are nobody's, however quiet the box
 
 
@@ -90,10 +91,12 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 def instability(samples: Sequence[float], resolution: float) -> list[str]:
     """Why these samples do not settle on a median, if they do not.
 
-    The last third left the first by over 2 %; or the middle half spreads over 3 % and the median's
-    interval is still wider than +-1 %, the least noise floor; or it spreads over 15 %. Each only
-    beyond the clock's `resolution` (same unit). The 3 % alone would call every short kernel
-    unstable: they always spread, and many samples still fix the median, which is what is claimed.
+    The last third left the first by over 2 %, and they rise or fall by more than chance; or the
+    middle half spreads over 3 % and the median's interval is still wider than +-1 %, the least
+    noise floor; or it spreads over 15 %. Each only beyond the clock's `resolution` (same unit). The
+    3 % alone would call every short kernel unstable: they always spread, and many samples still fix
+    the median, which is what is claimed. The 2 % alone would call a third of long ones so, of which
+    there are ten samples: clocks under a power cap jump by that much from one to the next.
     """
     why = []
     centre = statistics.median(samples)
@@ -107,9 +110,17 @@ def instability(samples: Sequence[float], resolution: float) -> list[str]:
     third = len(samples) // 3
     if third >= 3:
         shift = statistics.median(samples[-third:]) - statistics.median(samples[:third])
-        if abs(shift) > 0.02 * centre and abs(shift) > resolution:
+        if abs(shift) > max(0.02 * centre, resolution) and trend(samples) > CHANCE:
             why.append(f"drift: last third {shift / centre:+.1%} against the first")
     return why
+
+
+def trend(samples: Sequence[float]) -> float:
+    """How far the samples rise or fall in their order, in standard deviations of what chance does
+    (the Mann-Kendall test)."""
+    n, values = len(samples), np.asarray(samples, dtype=np.float64)
+    rises = sum(int(np.sign(values[i + 1 :] - values[i]).sum()) for i in range(n))
+    return (abs(rises) - 1) / math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
 
 
 def noise_floor(ratios: Sequence[float]) -> float:

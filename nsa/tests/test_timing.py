@@ -409,6 +409,19 @@ def test_what_drifts_makes_the_row_unstable():
     assert row.why and all(w.startswith("baseline ") for w in row.why)
 
 
+def test_jumps_by_chance_are_no_drift():
+    """Ten times of a backward at 32k under a power cap, H200: -4.1 % from the first third to the
+    last, as often up as down; then as many that fall by as much, with jumps that hide it from
+    thirds alone."""
+    jumps = [16555, 16602, 16414, 15642, 16001, 16014, 15913, 15564, 15898, 16277]
+    assert stats.trend(jumps) < stats.CHANCE and not stats.instability(jumps, 1.0)
+    falls = sorted(jumps, reverse=True)
+    falls[3], falls[4] = falls[4], falls[3]
+    assert stats.trend(falls) > stats.CHANCE
+    assert [w for w in stats.instability(falls, 1.0) if w.startswith("drift: last third -")]
+    assert stats.trend(jumps) == stats.trend(jumps[::-1]) and stats.trend([1.0] * 9) <= 0
+
+
 def card_that_says(*reasons):
     """A card whose watch saw these reasons in the middle of the case."""
     quiet = {"sm_mhz": 1980, "power_w": 500.0, "temp_c": 50, "reasons": []}
