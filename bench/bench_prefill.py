@@ -99,9 +99,9 @@ def dense_calls(x: Prefill) -> list[tuple[str, Callable[[], Tensor]]]:
         return out.transpose(1, 2)
 
     # The others make S x S scores, or copies of K and V for every head.
-    found = usable({
-        f"dense sdpa_{name} gqa": partial(run, BACKENDS[name]) for name in ("flash", "cudnn")
-    })  # fmt: skip
+    found = usable(
+        {f"dense sdpa_{name} gqa": partial(run, BACKENDS[name]) for name in ("flash", "cudnn")}
+    )
     if why := found.why_none():
         note(f"prefill bench: no dense attention to compare with at S={x.shape.S}: {why}", "warn")
     return [(found.label(name), call) for name, call in found.calls.items()]

@@ -57,9 +57,9 @@ def _graphed(contenders: list[Contender]) -> list[Contender]:
     found = []
     for one in contenders:
         try:
-            found.append(replace(
-                one, name=f"{one.name} graph", call=capture(one.call)[0], watched=one.call
-            ))  # fmt: skip
+            found.append(
+                replace(one, name=f"{one.name} graph", call=capture(one.call)[0], watched=one.call)
+            )
         except GraphUnavailable:
             continue
     return found

@@ -470,9 +470,9 @@ class Step:
 def _by_sequence(attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """attend in fp64, one sequence at a time: all of them at once would not fit."""
     wide = lambda x: x.double() if x.is_floating_point() else x
-    return torch.cat([
-        attend(*(wide(x[b : b + 1]) for x in tensors)) for b in range(len(tensors[0]))
-    ])  # fmt: skip
+    return torch.cat(
+        [attend(*(wide(x[b : b + 1]) for x in tensors)) for b in range(len(tensors[0]))]
+    )
 
 
 def dense_contenders(step: Step) -> list[Contender]:

@@ -262,9 +262,7 @@ class SpotChecks:
     through the host than a user's call, so that everywhere else the launchers' counts have to do.
     """
 
-    def __init__(
-        self, case: Case, ours: Turns, base: Turns | None, draw: random.Random
-    ) -> None:  # fmt: skip
+    def __init__(self, case: Case, ours: Turns, base: Turns | None, draw: random.Random) -> None:
         self.case, self.ours, self.base, self.draw = case, ours, base, draw
         self.at_once = 64  # calls of a batch
         whom = [ours, ours] + [base] * (base is not None)
@@ -331,7 +329,7 @@ class SpotChecks:
 
     def _counted(
         self, clock: Clock, calls: list[Any], cold: bool, recorded: bool
-    ) -> tuple[list[float], float]:  # fmt: skip
+    ) -> tuple[list[float], float]:
         """clock.run(calls), after which launches and marks are what they must be."""
         made, before = [turns.made for turns in self.turns], launches.counts()
         with launches.recording() if recorded else nullcontext({}) as seen:

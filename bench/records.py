@@ -37,7 +37,7 @@ NUMBERS = (
 VARIANTS = {
     "triton": {"dense", "varlen", "ranges", "single", "group"},
     "fa2": {"torch", "flash", "attn", "dense", "varlen"},
-}  # fmt: skip
+}
 CSV_STDOUT = "-"
 SAMPLES_KEPT = 200  # raw times of a row; of a longer series every k-th
 # What the lower bound of every speedup has to be for a threshold to lie so low.

@@ -475,9 +475,7 @@ def _numbers(samples: Samples) -> dict[str, Any]:
     return numbers
 
 
-def _wall_numbers(
-    clock: Clock, both: Sequence[Turns], centres: Sequence[float]
-) -> dict[str, Any]:  # fmt: skip
+def _wall_numbers(clock: Clock, both: Sequence[Turns], centres: Sequence[float]) -> dict[str, Any]:
     """Columns of a row that the host's times of calls back to back give."""
     walls, busy = _walls(clock, both, centres)
     numbers: dict[str, Any] = {}

@@ -160,9 +160,8 @@ def decode(
 
 
 def blocks(
-    S: int, h: int, D: int, Dv: int, dtype: torch.dtype, groups: int, packed: bool,
-    return_lse: bool,
-) -> None:  # fmt: skip
+    S: int, h: int, D: int, Dv: int, dtype: torch.dtype, groups: int, packed: bool, return_lse: bool
+) -> None:
     """Selection by blocks alone, forward and backward, by the kernels for any GPU. So many groups
     make it long enough for tiles of keys and unions of choices without as many tokens."""
     from nsa.kernels.prefill import selection_blocks_triton

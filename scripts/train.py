@@ -119,7 +119,7 @@ def prepare(
 
 def new_model(
     attention: str, config: NSAConfig, layers: int, device: torch.device
-) -> NSALanguageModel:  # fmt: skip
+) -> NSALanguageModel:
     """The model with "nsa" or "dense" attention; what is common starts with equal weights."""
     model = NSALanguageModel(config, VOCAB, layers, flags=training_flags(device))
     if attention == "dense":

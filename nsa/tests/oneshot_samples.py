@@ -475,10 +475,9 @@ def write_derived(folder: Path) -> dict[str, Any]:
     write_json(folder / "bundle.json", bundle)
     timed = [r for r in bundle["bench"] if r["status"] in ("VALID", "UNSTABLE")]
     lines = [
-        dumps({**{n: r.get(n) for n in ("bench", "case", "candidate", "cache")},
-               **raw_times(r)})
+        dumps({**{n: r.get(n) for n in ("bench", "case", "candidate", "cache")}, **raw_times(r)})
         for r in timed
-    ]  # fmt: skip
+    ]
     if timed:
         (folder / "bench").mkdir(exist_ok=True)
         (folder / "bench" / "samples.jsonl").write_text("".join(line + "\n" for line in lines))

@@ -191,9 +191,9 @@ def test_distinct_blocks_are_counted_for_four_neighbours_at_a_time():
     assert distinct_blocks(torch.cat([blocks, blocks[:, [0] * 9]], 2)) == (3 + 8 + 1 + 1) / 4
 
 
-@pytest.mark.parametrize("sharing, least, most", [
-    ("random", 40, 60), ("shared", 20, 25), ("documents", 28, 42),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sharing, least, most", [("random", 40, 60), ("shared", 20, 25), ("documents", 28, 42)]
+)
 def test_neighbours_share_what_the_sharing_says(sharing, least, most):
     """By the choice that NSA makes itself, in the last queries, at the paper's heads and blocks;
     the same for a seed, and in documents among the blocks of the own one. A shared query is another

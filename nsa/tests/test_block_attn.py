@@ -179,7 +179,7 @@ def key_tiles(monkeypatch):
     + [(shape, "ragged") for shape in TILED_SHAPES[1:4]]
     + [pytest.param(shape, "ragged", marks=CORE) for shape in TILED_SHAPES[4:]],
     ids=str,
-)  # fmt: skip
+)
 def test_key_tiles_against_the_oracle(shape, kind, device, key_tiles, monkeypatch):
     monkeypatch.setattr(union_lists, "SHARE", {("fwd_outer", 90): NEVER})
     monkeypatch.setattr(union_lists, "OTHER_SHARE", NEVER)

@@ -101,7 +101,7 @@ LONG = Case((77,), G=2, n_sel=6, q_start=150)
     + [(LONG, 1, "random", bound) for bound in BOUNDS]
     + [(Case((5, 90, 1), n_sel=4), 4, "ragged", bound) for bound in (900, None)],
     **IDS,
-)  # fmt: skip
+)
 def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, monkeypatch):
     """Of tiles where it pays, or of all with few heads a group; not a query's last two."""
     heads = 4 if together is None else 16
@@ -189,9 +189,8 @@ def test_lists_hold_every_pair_once_and_in_order(case, per_block, most, kernel_d
                 want.setdefault((sequence, group, nth), []).append(row)
     got, rows = {}, lists.rows.tolist()
     for number, begin, end in zip(
-        lists.chunk_tile.tolist(), lists.chunk_begin.tolist(), lists.chunk_end.tolist(),
-        strict=True,
-    ):  # fmt: skip
+        lists.chunk_tile.tolist(), lists.chunk_begin.tolist(), lists.chunk_end.tolist(), strict=True
+    ):
         if begin < end:
             assert end - begin <= 4
             rest, nth = divmod(number, lists.per_seq)

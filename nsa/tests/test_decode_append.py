@@ -346,9 +346,9 @@ def on_cpu(backend=None, flags=None, max_len=8):
     return layer, layer.make_cache(1, max_len), layer.make_cache(1, max_len)
 
 
-@pytest.mark.parametrize("backend, flags", [
-    ("reference", TRITON), (None, TRITON), (None, Flags()), ("sdpa", TRITON),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "backend, flags", [("reference", TRITON), (None, TRITON), (None, Flags()), ("sdpa", TRITON)]
+)
 def test_without_the_policys_leave_pytorch_appends(backend, flags):
     layer, cache, _ = on_cpu()
     never = lambda: pytest.fail("projected for a kernel that is not allowed")

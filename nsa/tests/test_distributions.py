@@ -75,12 +75,12 @@ KINDS = ["tokens", "channels", "both", "peaked", "apart", "large", "small"]
 CORE = ("both", "peaked", "apart", "large")  # what every report runs
 WITH_GRADIENTS = KINDS[:5]  # the others' do not fit the dtype
 BRANCHES = {
-    "compressed": lambda s, chosen, *x, **how: nsa.compressed_attention(
-        *x, l=s.l, d=s.d, **how)[0],
+    "compressed": lambda s, chosen, *x, **how: nsa.compressed_attention(*x, l=s.l, d=s.d, **how)[0],
     "sliding": lambda s, chosen, *x, **how: nsa.sliding_attention(*x, window=s.w, **how),
     "selected": lambda s, chosen, *x, **how: nsa.selection_attention(
-        *x, chosen, block_size=s.l_sel, **how),
-}  # fmt: skip
+        *x, chosen, block_size=s.l_sel, **how
+    ),
+}
 
 
 def inputs(shape: Shape, kind: str, device: str) -> dict[str, Tensor]:

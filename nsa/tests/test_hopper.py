@@ -48,9 +48,7 @@ FORWARD, BACKWARD = "_span_fwd_hopper_kernel", "_span_bwd_hopper_kernel"
 SELECTION = "_block_attn_bwd_hopper_kernel"
 SHARED = "_block_attn_fwd_hopper_kernel"
 SCORES = "_block_score_hopper_kernel"
-BY_KEYS = (
-    "_block_attn_begin_kernel", "_block_attn_keys_hopper_kernel", "_block_attn_end_kernel"
-)  # fmt: skip
+BY_KEYS = ("_block_attn_begin_kernel", "_block_attn_keys_hopper_kernel", "_block_attn_end_kernel")
 HALVES = "_round_halves_kernel"
 CORE = pytest.mark.core
 LONGER, LONGEST = (1, 700, 63, 1063, 31, 129), (1, 1700, 63, 3063, 31, 129)
@@ -353,9 +351,9 @@ def test_block_scores(heads, width, l, d, l_sel, start, s, device):
     q = randn(b, s, g * heads, width, seed=1, dtype=BF16, device=device)
     k = randn(b, n, g, width, seed=2, dtype=BF16, device=device)
     key, t = torch.arange(n, device=device) * d, start + torch.arange(s, device=device)
-    logits = torch.einsum(
-        "bsghc,bngc->bgshn", q.double().unflatten(2, (g, heads)), k.double()
-    ) * 0.2  # fmt: skip
+    logits = (
+        torch.einsum("bsghc,bngc->bgshn", q.double().unflatten(2, (g, heads)), k.double()) * 0.2
+    )
     logits.masked_fill_(key + l > t[:, None, None] + 1, float("-inf"))
     lse = logits.logsumexp(-1)
     queries, keys = score.tile(heads)

@@ -120,14 +120,14 @@ def smi(folder, count, broken=()):
     script.write_text(
         "#!/bin/sh\n"
         f"cd {folder}/cards\n"
-        "if [ \"$1\" = -i ]; then\n"
+        'if [ "$1" = -i ]; then\n'
         f"  if [ $2 -ge {count} ]; then echo 'No devices were found'; exit 6; fi\n"
         "  cat $2 2>/dev/null && exit 0\n"
-        "  echo \"GPU $2 is lost\"; exit 15\n"
+        '  echo "GPU $2 is lost"; exit 15\n'
         "fi\n"
         f"if [ $(ls | wc -l) -lt {count} ]; then echo 'GPU is lost'; exit 15; fi\n"
         "cat *\n"
-    )  # fmt: skip
+    )
     script.chmod(0o755)
 
 

@@ -459,9 +459,9 @@ def became(monkeypatch, tmp_path):
 
 def test_exec_runs_the_choice_with_its_small_packages(became, monkeypatch, tmp_path, capsys):
     deps = tmp_path / ".deps" / "cp311-0"
-    monkeypatch.setattr(setup_env, "choose", lambda: {
-        "python": "/b/python3", "why": "", "pythonpath": str(deps)
-    })  # fmt: skip
+    monkeypatch.setattr(
+        setup_env, "choose", lambda: {"python": "/b/python3", "why": "", "pythonpath": str(deps)}
+    )
     setup_env.main(["--exec", "-m", "pytest", "-k", "x"])
     assert became == [("/b/python3", ["-m", "pytest", "-k", "x"], str(deps))]
     for argv in (["--exec"], ["--choose", "--exec"]):

@@ -405,8 +405,7 @@ def test_a_command_takes_its_inputs_from_the_bundle(tmp_path):
     argv = (*stage.argv, *stage.also["fa2_bench"])
     done = {"id": "threshold", "status": "FAIL", "reason": "wrong", "argv": argv}
     script = outputs.repro_script(done, [])
-    want = ('python bench/threshold_optimizer.py "$BUNDLE"/sel_route.csv '
-            '--fa2 "$BUNDLE"/fa2.csv')  # fmt: skip
+    want = 'python bench/threshold_optimizer.py "$BUNDLE"/sel_route.csv --fa2 "$BUNDLE"/fa2.csv'
     assert script.endswith(f'/.." && pwd)}}"\n{want}\n')
     view = View({}, {"test": []}, None, tmp_path)
     (shown,) = failures.command_block(view, done)

@@ -55,9 +55,7 @@ def _turn(
 
 
 @triton.jit
-def _copy(
-    X, source, OUT, place, live, DESCALE, which, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _copy(X, source, OUT, place, live, DESCALE, which, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     mask = live[:, None] & (columns < WIDTH)[None, :]
     x = tl.load(X + source[:, None] + columns[None, :], mask=mask)

@@ -404,9 +404,9 @@ def nsa_decode_triton(
         Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, INDICES, OUT, K_DESCALE, V_DESCALE = (
             addresses if known else tensors
         )
-        (
-            scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l, keys, blocks,
-        ) = plan.buffers(scratch, LENS, known)  # fmt: skip
+        (scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l, keys, blocks) = (
+            plan.buffers(scratch, LENS, known)
+        )
         if plan.team:
             for constants in plan.whole:
                 go(

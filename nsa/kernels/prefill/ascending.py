@@ -22,8 +22,8 @@ def load_blocks(at, live):
 
 @triton.jit
 def _ascending_kernel(
-    BLOCK_INDICES, ORDERED, n_rows, n_sel, ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    BLOCK_INDICES, ORDERED, n_rows, n_sel, ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr
+):
     """ROWS rows: each index goes to its rank among those that are chosen for the first time."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mine = tl.arange(0, N)

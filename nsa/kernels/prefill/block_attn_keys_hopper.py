@@ -64,9 +64,8 @@ def _add_rows(SUMSD, UNITS, place, begin, end):
 
 @gluon.jit
 def _move(
-    QD, SUMSD, TOP, UNITS, buffers, bars, begin, end,
-    HEADS: gl.constexpr, MINE: gl.constexpr,
-):  # fmt: skip
+    QD, SUMSD, TOP, UNITS, buffers, bars, begin, end, HEADS: gl.constexpr, MINE: gl.constexpr
+):
     """The warp of one place: adds the sums that are there, then fetches other rows."""
     k_place, v_place, places, top_smem, unit_smem = buffers
     ready, done = bars

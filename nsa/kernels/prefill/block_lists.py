@@ -27,9 +27,7 @@ WORDS, SHARE = 128, 512  # of the map: that a program takes at once, and in all
 
 
 @triton.jit
-def keys_of_tile(
-    tile, CU_SEQLENS, S_KV, G, per_seq, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr
-):  # fmt: skip
+def keys_of_tile(tile, CU_SEQLENS, S_KV, G, per_seq, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr):
     """What a key tile is: its group, its sequence, the position of its first key, how many keys the
     sequence has, that sequence's first packed row (0 for dense inputs) and its first row of K.
 
@@ -71,7 +69,7 @@ class Chunks:
 @triton.jit
 def _chunk_ends_kernel(
     COUNTS, BOUNDS, TILE_CHUNKS, n_tiles, CHUNK: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
+):
     """BOUNDS and TILE_CHUNKS [.., n_tiles + 1]: running sums of COUNTS, the pairs of each tile, and
     of their chunks, for one slab."""
     slab = tl.program_id(0).to(tl.int64)
@@ -325,9 +323,7 @@ def _piece_ranks_kernel(
 
 
 @triton.jit
-def _piece_order_kernel(
-    COUNTS, RANKS, PIECES, pieces, BUCKETS: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
+def _piece_order_kernel(COUNTS, RANKS, PIECES, pieces, BUCKETS: tl.constexpr, SIZE: tl.constexpr):
     """PIECES [1 + pieces]: how many pieces there are that are not empty, and these by bucket."""
     counts = tl.load(COUNTS + tl.arange(0, BUCKETS))
     first = tl.cumsum(counts, 0) - counts
@@ -339,9 +335,7 @@ def _piece_order_kernel(
     tl.store(PIECES + 1 + to, piece, mask=packed >= 0)
 
 
-def pieces_in_order(
-    lists: TileRows, share: int, tokens: int, groups: int
-) -> tuple[Tensor, int]:  # fmt: skip
+def pieces_in_order(lists: TileRows, share: int, tokens: int, groups: int) -> tuple[Tensor, int]:
     """Pieces of `share` pairs of the chunks, as a pass takes them that adds to dQ: group by group,
     whose K and V stay in the L2, and about in the order of their queries.
 

@@ -133,9 +133,8 @@ def _produce(
 
 @gluon.jit
 def _weights(
-    key0: gl.constexpr, l: gl.constexpr, d: gl.constexpr, l_sel: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
+    key0: gl.constexpr, l: gl.constexpr, d: gl.constexpr, l_sel: gl.constexpr, LAYOUT: gl.constexpr
+):
     """Tokens of overlap of the PIECE keys from key0 on with the EIGHT blocks from key 0 on."""
     key = ((key0 + gl.arange(0, PIECE, gl.SliceLayout(1, LAYOUT))) * d)[:, None]
     block = (gl.arange(0, EIGHT, gl.SliceLayout(0, LAYOUT)) * l_sel)[None, :]

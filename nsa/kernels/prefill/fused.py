@@ -204,9 +204,7 @@ def nsa_prefill_triton(
     end = q_start + q.shape[1]
     of_cmp = lambda x: seen_rows(x, num_compressed(end, l, d), cu_seqlens)
     of_sel = lambda x: seen_rows(x, end, cu_seqlens)
-    tensors = (
-        q, of_cmp(k_cmp), of_cmp(v_cmp), of_sel(k_sel), of_sel(v_sel), k_win, v_win, gates
-    )  # fmt: skip
+    tensors = (q, of_cmp(k_cmp), of_cmp(v_cmp), of_sel(k_sel), of_sel(v_sel), k_win, v_win, gates)
     out, block_indices, *_, lse, _, _ = _prefill(
         *(t.contiguous() for t in tensors), [l, d, l_sel, n_sel, n_init, n_local, window], scale,
         *packed_ends(cu_seqlens, cu_seqlens_cmp), max_seqlen or 0, q_start, use_gluon,

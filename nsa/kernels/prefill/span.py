@@ -46,8 +46,7 @@ def _span_attention_bwd(
 
 
 @_span_attention_bwd.register_fake
-def _(grad_out, q, k, v, out, lse, mode, a, b, softmax_scale, cu_q, cu_k, q_start,
-      use_gluon=None):  # fmt: skip
+def _(grad_out, q, k, v, out, lse, mode, a, b, softmax_scale, cu_q, cu_k, q_start, use_gluon=None):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

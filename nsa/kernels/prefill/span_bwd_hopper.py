@@ -444,9 +444,7 @@ def _bring_last(
 
 
 @gluon.jit
-def _put_keys(
-    OUT, x, row, live, layout: gl.constexpr, STRIDE: gl.constexpr, SPLIT: gl.constexpr
-):  # fmt: skip
+def _put_keys(OUT, x, row, live, layout: gl.constexpr, STRIDE: gl.constexpr, SPLIT: gl.constexpr):
     """Columns of rows of dK or dV [.., STRIDE]: added to fp32 where several programs share a key,
     else written."""
     at = row[:, None] * STRIDE + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]

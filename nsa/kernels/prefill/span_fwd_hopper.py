@@ -171,9 +171,7 @@ def _tile(memory, count, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _bring(
-    XDS, batch, row, column, memories, bars, full: gl.constexpr, empty: gl.constexpr, count
-):  # fmt: skip
+def _bring(XDS, batch, row, column, memories, bars, full: gl.constexpr, empty: gl.constexpr, count):
     """Start the load of key tile `count`, or of its values, part by part, once its place is
     free."""
     STAGES: gl.constexpr = memories[0].shape[0]
@@ -247,9 +245,7 @@ def _produce(
 
 
 @gluon.jit
-def _masked(
-    s, n0, q0, q_start, a, b: gl.constexpr, k_len, MODE: gl.constexpr, HEADS: gl.constexpr
-):  # fmt: skip
+def _masked(s, n0, q0, q_start, a, b: gl.constexpr, k_len, MODE: gl.constexpr, HEADS: gl.constexpr):
     """Scores with -inf where a row does not see a key; n0: the tile's first key, q0: query."""
     LAYOUT: gl.constexpr = s.type.layout
     t = q0 + gl.arange(0, s.shape[0], gl.SliceLayout(1, LAYOUT)) // HEADS + q_start

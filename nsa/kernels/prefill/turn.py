@@ -61,9 +61,8 @@ _split_turned.register_autograd(_backward, setup_context=_setup_context)
 
 
 def split_turned_triton(
-    qkv: Tensor, positions: Tensor, *, heads: int, groups: int, d_k: int, d_v: int,
-    rope_base: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    qkv: Tensor, positions: Tensor, *, heads: int, groups: int, d_k: int, d_v: int, rope_base: float
+) -> tuple[Tensor, ...]:
     """q [.., S, heads, d_k], then k [.., S, groups, d_k] and v [.., S, groups, d_v] of cmp, sel and
     win, all contiguous, of qkv [.., S, heads * d_k + 3 * groups * (d_k + d_v)].
 

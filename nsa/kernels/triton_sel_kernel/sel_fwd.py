@@ -295,7 +295,7 @@ def dense_kernel(group: bool) -> Any:
 
 def _packed(
     kernel: Any, sized: Sized, tensors: tuple[Tensor, ...], numbers: tuple, **more: Any
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]:
     """Launch a kernel of packed rows: tensors are q [rows, H, D], k, v and what says where a row's
     keys are. Gives out, with KEEP_LSE also lse."""
     out, lse, parts = sized.buffers(tensors[0], (sized.rows, sized.heads))

@@ -64,9 +64,7 @@ def _card(index: int, gpu: Mapping[str, Any]) -> Card:
     return Card(index, gpu.get("uuid"), problem)
 
 
-def select(
-    text: str, gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, str]
-) -> list[Card]:  # fmt: skip
+def select(text: str, gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> list[Card]:
     """The cards of --gpus: "all" (those of CUDA_VISIBLE_DEVICES where it is set) or their numbers.
 
     gpus: one dict per card from nvidia-smi. Raises ValueError for a card that is not there.

@@ -37,7 +37,7 @@ CARD = {
     95: ("uncontained ECC error", _MEMORY),
     119: ("the GPU's system processor does not answer", _RESET),
     120: ("error of the GPU's system processor", _RESET),
-}  # fmt: skip
+}
 LOST = 79
 DOUBLE_BIT = 48
 

@@ -272,8 +272,7 @@ def check_samples(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
         lines = (folder / SAMPLES).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # none, or dropped on a full disk
         lines = []
-        timed = [r for r in data["bench"] if r["status"] in NUMBERED
-                 and r.get("bench") in benches]  # fmt: skip
+        timed = [r for r in data["bench"] if r["status"] in NUMBERED and r.get("bench") in benches]
         if timed and not any("disk" in str(note.get("text")) for note in data["notes"]):
             yield f"no {SAMPLES}: {len(timed)} rows have times and no raw times support them"
         benches = set()

@@ -125,9 +125,8 @@ def child_environment(environ: Mapping[str, str], stage: Stage, tag: str) -> dic
     }
     env.pop("NSA_COMMIT", None)
     env.update(
-        PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", PYTHONHASHSEED="0", NO_COLOR="1",
-        TERM="dumb",
-    )  # fmt: skip
+        PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", PYTHONHASHSEED="0", NO_COLOR="1", TERM="dumb"
+    )
     if stage.side_by_side:  # before PyTorch is imported, see shards.py
         env.setdefault("OMP_NUM_THREADS", "1")
     env.update(stage.env)
