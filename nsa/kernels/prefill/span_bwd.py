@@ -104,37 +104,23 @@ def _span_bwd_dq_kernel(
     begin = span_lo(t_first, span_a, MODE) // BLOCK_N * BLOCK_N
     full_begin = (span_lo(t_last, span_a, MODE) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full_begin)
-    for n0 in tl.range(full_begin, full_end, BLOCK_N):
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        k, k2, v = load_kv(
-            K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, False,
-        )  # fmt: skip
-        dq, dq2 = _span_dq_step(
-            dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2,
-            False, PRECISION, SIGNED,
-        )  # fmt: skip
-    if MODE == 1:
-        for n0 in tl.range(begin, tl.minimum(full_begin, hi_last), BLOCK_N):
-            offs_n = n0 + tl.arange(0, BLOCK_N)
-            k, k2, v = load_kv(
-                K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
-                D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
-            )  # fmt: skip
-            dq, dq2 = _span_dq_step(
-                dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2,
-                BLOCK_D2, True, PRECISION, SIGNED,
-            )  # fmt: skip
-    for n0 in tl.range(full_end, hi_last, BLOCK_N):
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        k, k2, v = load_kv(
-            K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
-        )  # fmt: skip
-        dq, dq2 = _span_dq_step(
-            dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2,
-            True, PRECISION, SIGNED,
-        )  # fmt: skip
+    # Whole tiles first; those at the beginning and the end are masked.
+    ends = (full_begin, full_end, begin, full_begin, full_end, hi_last)
+    for part in tl.static_range(3):
+        if part != 1 or MODE == 1:
+            end = ends[2 * part + 1]
+            if part == 1:
+                end = tl.minimum(end, hi_last)
+            for n0 in tl.range(ends[2 * part], end, BLOCK_N):
+                offs_n = n0 + tl.arange(0, BLOCK_N)
+                k, k2, v = load_kv(
+                    K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2,
+                    offs_dv, D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, part > 0,
+                )  # fmt: skip
+                dq, dq2 = _span_dq_step(
+                    dq, dq2, q, q2, do, lse2, delta, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2,
+                    part > 0, PRECISION, SIGNED,
+                )  # fmt: skip
     put_dq(DQ, DQ, dq, row_index, row_live, offs_d, scale, D, ACCUMULATE)
     if BLOCK_D2 > 0:
         put_dq(DQ, DQ, dq2, row_index, row_live, offs_d2, scale, D, ACCUMULATE)
@@ -274,30 +260,16 @@ def _span_bwd_dkdv_kernel(
     do_base = DO + first_row * DV
     lse_base = LSE + first_row
     delta_base = DELTA + first_row
-    for m0 in tl.range(m_begin, full_begin, BLOCK_Q):
-        tile_row = (q_begin + m0).to(tl.int32)
-        dk, dk2, dv = _span_dkdv_step(
-            dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, group * H, q_base, do_base, lse_base,
-            delta_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
-            q_start, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q,
-            HEADS, BLOCK_D, BLOCK_D2, True, TMA, PRECISION, SIGNED,
-        )  # fmt: skip
-    for m0 in tl.range(full_begin, full_end, BLOCK_Q):
-        tile_row = (q_begin + m0).to(tl.int32)
-        dk, dk2, dv = _span_dkdv_step(
-            dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, group * H, q_base, do_base, lse_base,
-            delta_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
-            q_start, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q,
-            HEADS, BLOCK_D, BLOCK_D2, False, TMA, PRECISION, SIGNED,
-        )  # fmt: skip
-    for m0 in tl.range(full_end, m_end, BLOCK_Q):
-        tile_row = (q_begin + m0).to(tl.int32)
-        dk, dk2, dv = _span_dkdv_step(
-            dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, group * H, q_base, do_base, lse_base,
-            delta_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
-            q_start, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q,
-            HEADS, BLOCK_D, BLOCK_D2, True, TMA, PRECISION, SIGNED,
-        )  # fmt: skip
+    ends = (m_begin, full_begin, full_end, m_end)
+    for part in tl.static_range(3):
+        for m0 in tl.range(ends[part], ends[part + 1], BLOCK_Q):
+            tile_row = (q_begin + m0).to(tl.int32)
+            dk, dk2, dv = _span_dkdv_step(
+                dk, dk2, dv, k, k2, v, QD, QD2, DOD, tile_row, group * H, q_base, do_base, lse_base,
+                delta_base, m0, offs_n, q_len, k_len, H, stride_q, stride_do, stride_row,
+                q_start, span_a, span_b, offs_d, offs_d2, offs_dv, scale_log2, D, DV, MODE, BLOCK_Q,
+                HEADS, BLOCK_D, BLOCK_D2, part != 1, TMA, PRECISION, SIGNED,
+            )  # fmt: skip
 
     out_row = (split.to(tl.int64) * k_rows + k_begin + offs_n) * G + group
     put_rows(DK, dk * scale, out_row, live_n, offs_d, D)

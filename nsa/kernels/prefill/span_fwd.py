@@ -88,35 +88,25 @@ def _span_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    for n0 in tl.range(full_begin, full_end, BLOCK_N):
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        k, k2, v = load_kv(
-            K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, False,
-        )  # fmt: skip
-        acc, m_i, l_i = _span_fwd_step(
-            acc, m_i, l_i, q, q2, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2, False, PRECISION
-        )
-    if MODE == 1:
-        for n0 in tl.range(begin, tl.minimum(full_begin, hi_last), BLOCK_N, num_stages=1):
-            offs_n = n0 + tl.arange(0, BLOCK_N)
-            k, k2, v = load_kv(
-                K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
-                D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
-            )  # fmt: skip
-            acc, m_i, l_i = _span_fwd_step(
-                acc, m_i, l_i, q, q2, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2, True,
-                PRECISION,
-            )  # fmt: skip
-    for n0 in tl.range(full_end, hi_last, BLOCK_N, num_stages=1):
-        offs_n = n0 + tl.arange(0, BLOCK_N)
-        k, k2, v = load_kv(
-            K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2, offs_dv,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, True,
-        )  # fmt: skip
-        acc, m_i, l_i = _span_fwd_step(
-            acc, m_i, l_i, q, q2, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2, True, PRECISION
-        )
+    # Whole tiles first; those at the beginning and the end are masked.
+    ends = (full_begin, full_end, begin, full_begin, full_end, hi_last)
+    for part in tl.static_range(3):
+        if part != 1 or MODE == 1:
+            end = ends[2 * part + 1]
+            if part == 1:
+                end = tl.minimum(end, hi_last)
+            for n0 in tl.range(
+                ends[2 * part], end, BLOCK_N, num_stages=None if part == 0 else 1
+            ):  # fmt: skip
+                offs_n = n0 + tl.arange(0, BLOCK_N)
+                k, k2, v = load_kv(
+                    K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2,
+                    offs_dv, D, DV, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, TMA, part > 0,
+                )  # fmt: skip
+                acc, m_i, l_i = _span_fwd_step(
+                    acc, m_i, l_i, q, q2, k, k2, v, offs_n, lo, hi, scale_log2, BLOCK_D2, part > 0,
+                    PRECISION,
+                )  # fmt: skip
 
     # A row that sees no key has l = 0: output 0 and lse = -inf. One that sees NaN has NaN.
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
