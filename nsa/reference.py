@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.blocks import chunks, is_symbol, visible_compressed
 from nsa.checks import scale_of
-from nsa.unseen import factor, finite
+from nsa.unseen import factor, finite, nan_if
 
 _CHUNK_SCORES = 1 << 23  # scores of one chunk: 32 MiB in fp32
 
@@ -28,8 +28,11 @@ def _attend(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     scores = torch.einsum("bsghd,bngd->bsghn", q, k) * scale
-    of_keys = factor(mask, odd_k)[..., None]  # the lse is the keys' alone
-    of_both = factor(mask, odd_k | odd_v)[..., None, None]
+    odd_q = nan_if(
+        ~q.isfinite().all(-1)
+    )  # whose scores may be -inf for all keys, as of unseen ones
+    of_keys = factor(mask, odd_k)[..., None] * odd_q  # the lse is the keys' alone
+    of_both = factor(mask, odd_k | odd_v)[..., None, None] * odd_q[..., None]
     unseen = ~mask[:, :, :, None, :]
     # A finite fill keeps empty rows free of NaN; the second one makes them exactly 0.
     scores = scores.masked_fill(unseen, torch.finfo(wide).min)

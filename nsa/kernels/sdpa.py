@@ -104,17 +104,18 @@ def selection_sdpa(
         # A slot past the end repeats the row's own last key: masked, and no stranger's NaN.
         at = slot_keys(spans[rows], torch.minimum(slot, count - 1).to(torch.int32))
         b, g = rows[:, None] // (S * G), rows[:, None] % G
+        odd_q = nan_if(~qs.isfinite().all(-1))  # or scores of -inf alone would pass for no keys
         mask = (slot < count)[:, None, None].expand(-1, 1, h, -1) if padded else None
         with log.timed("sel.sdpa.pack", k, flags, rows=len(rows), longest=longest):
             keys, values = k[b, at, g][:, None], v[b, at, g][:, None]
-        out = _sdpa("sdpa_selection", qs, keys, values, mask, scale)
+        out = _sdpa("sdpa_selection", qs, keys, values, mask, scale) * odd_q[..., None].to(q.dtype)
         if odd is not None:
             out = out * nan_if(odd[b, at, g].any(1))[:, None, None, None].to(q.dtype)
         if not return_lse:
             return out, None
         keys, odd_keys = finite(keys)
         lse = _score_lse(mask, scale, qs, keys)
-        return out, lse * nan_if(odd_keys.any(-1, keepdim=True)).to(lse.dtype)
+        return out, lse * (odd_q * nan_if(odd_keys.any(-1, keepdim=True))).to(lse.dtype)
 
     odd = None
     if q.device.type == "cpu":  # where PyTorch takes a row of NaN scores for one without keys

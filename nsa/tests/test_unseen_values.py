@@ -301,6 +301,33 @@ def test_a_query_changes_no_other(backend, name, bad, where):
         assert not now[0][:, at].isfinite().all()
 
 
+ALL = ["sliding", "compressed", "blocks", "ranges"]
+
+
+@routes(
+    "name, n, bad",
+    [*itertools.product(ALL, [1, 3], [NAN, INF, -INF])],
+    [*((name, 1, NAN) for name in ALL), ("ranges", 1, -INF)],
+)
+def test_a_query_that_is_no_number_tells(backend, name, n, bad, where):
+    """However few keys it sees, also where all of their scores are -infinity, as of keys unseen;
+    there Triton's kernels for spans and blocks still give what they give without keys."""
+    q, k, v = make_qkv(1, n, 4, 2, 16, seed=n, **where)
+    q[:, 0, :, 1], k = bad, k.abs()
+    first = torch.zeros(1, n, 2, 1, dtype=torch.int32, device=q.device)
+    spans = torch.stack([first, first + torch.arange(1, n + 1).to(first)[:, None, None]], -1)
+    how = dict(backend=backend, flags=FLAGS)
+    out = {
+        "sliding": lambda: nsa.sliding_attention(q, k, v, window=W, **how),
+        "compressed": lambda: nsa.compressed_attention(q, k, v, l=1, d=1, **how)[0],
+        "blocks": lambda: nsa.selection_attention(
+            q, k, v, block_indices=first, block_size=L_SEL, **how
+        ),
+        "ranges": lambda: nsa.selection_attention(q, k, v, ranges=spans, **how),
+    }[name]()
+    assert not out[:, 0].isfinite().any() and out[:, 1:].isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_lse_is_that_of_the_seen_keys(backend, name):
     """It is what blocks are chosen by: values have no part in it."""
