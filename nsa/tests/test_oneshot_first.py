@@ -99,6 +99,9 @@ def test_kernels_are_counted_from_the_rows_and_not_from_a_verdict_beside_them(tm
     assert card.answer == f"**No**: 1 of {total} results are wrong." and card.colour == "bad"
     assert f"**{total - 1} of {total}** results" in told(card)
     assert first.failed(view).colour == "bad"  # and the stage is named, whatever it says itself
+    view.rows["parity"][-1]["status"] = "INVALID"
+    words = first.kernels(view).answer
+    assert words.startswith("**No**: ") and words.endswith(f"1 of {total} results are not proven.")
     assert "`triton_fwd`" in told(first.failed(view))
 
 

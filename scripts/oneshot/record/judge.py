@@ -85,7 +85,8 @@ def _wrong(stage: Stage, rc: int | None, rows: list[dict[str, Any]]) -> Judgemen
         return Judgement(Status.FAIL, "; ".join(faults), "CORRUPTION")
     broke = "pytest" in stage.argv and rc not in (0, 1)
     for kind, states, words, name in (
-        ("parity", ("FAIL", "INVALID"), "parity cases wrong", "PARITY"),
+        ("parity", ("FAIL",), "parity cases wrong", "PARITY"),
+        ("parity", ("INVALID",), "parity cases not proven", "PARITY"),
         ("test", ("failed", "error"), "tests failed", "ASSERT"),
         ("bench", ("FAILED",), "bench cases failed", "BENCH"),
     ):

@@ -29,7 +29,7 @@ TRY = {
     "COMPILE_ERROR": "clear the Triton cache (TRITON_CACHE_DIR) and run the command again; "
     "if it stays, report it with this log",
     "NO_SPACE": "free disk space in the output folder, TRITON_CACHE_DIR and /tmp",
-    "PARITY": "the kernel is wrong here: keep its route off and report the case with its seed",
+    "PARITY": "keep the route off until this is clear, and report the case with its seed",
     "ASSERT": "run the command below; the first failing assertion is in the log",
     "INVALID": "no numbers were taken from these cases; the reason stands beside each",
     "UNSTABLE": "run again on a quiet box; see clocks and throttling under Box health",

@@ -110,8 +110,9 @@ def kernels(view: View) -> Answer:
     ]
     if unproven:
         facts.append(f"not proven: {', '.join(unproven)}")
-    if len(right) < len(parity):
-        wrong.append(f"{len(parity) - len(right)} of {len(parity)} results are wrong")
+    for status, words in (("FAIL", "wrong"), ("INVALID", "not proven")):
+        if n := sum(row["status"] == status for row in parity):
+            wrong.append(f"{n} of {len(parity)} results are {words}")
     if failed_tests:
         wrong.append(f"{failed_tests} of {passed + failed_tests} tests failed")
     if wrong:
