@@ -29,13 +29,13 @@ class _Calls(DependenciesFinder):
 
 def settle(kernel: Any) -> None:
     """Have Triton compute the keys of all that a kernel calls before the kernel's own."""
-    if LOOKS_LATE and getattr(kernel, "hash", "") is None:
+    if LOOKS_LATE:
         with _lock:
             _settle(kernel)
 
 
 def _settle(function: Any) -> None:
-    if function.hash is not None or id(function) in _walked:
+    if getattr(function, "hash", "") is not None or id(function) in _walked:
         return
     _walked.add(id(function))
     try:
