@@ -26,7 +26,7 @@ from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.marked_keys import keys_for_backward
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
-from nsa.kernels.prefill.span_common import load_kv, put_dq, span_hi, span_lo
+from nsa.kernels.prefill.span_common import load_kv, put_dq, span_hi, span_lo, span_part, span_tiles
 from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
 from nsa.kernels.row_tiles import head_tiles, kv_tiles, tma_usable
 from nsa.kernels.tiles import (
@@ -97,21 +97,13 @@ def _span_bwd_dq_kernel(
 
     lo = span_lo(t + q_start, span_a, MODE)
     hi = tl.minimum(span_hi(t + q_start, span_a, span_b, MODE), k_len)
-    t_first = q0 + q_start
-    t_last = tl.minimum(q0 + BLOCK_Q, q_len) - 1 + q_start
-    hi_first = tl.minimum(span_hi(t_first, span_a, span_b, MODE), k_len)
-    hi_last = tl.minimum(span_hi(t_last, span_a, span_b, MODE), k_len)
-    begin = span_lo(t_first, span_a, MODE) // BLOCK_N * BLOCK_N
-    full_begin = (span_lo(t_last, span_a, MODE) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full_begin)
-    # Whole tiles first; those at the beginning and the end are masked.
-    ends = (full_begin, full_end, begin, full_begin, full_end, hi_last)
+    begin, full_begin, full_end, end = span_tiles(
+        q0, q_len, k_len, q_start, span_a, span_b, MODE, BLOCK_Q, BLOCK_N
+    )
     for part in tl.static_range(3):
         if part != 1 or MODE == 1:
-            end = ends[2 * part + 1]
-            if part == 1:
-                end = tl.minimum(end, hi_last)
-            for n0 in tl.range(ends[2 * part], end, BLOCK_N):
+            first, last = span_part(part, begin, full_begin, full_end, end)
+            for n0 in tl.range(first, last, BLOCK_N):
                 offs_n = n0 + tl.arange(0, BLOCK_N)
                 k, k2, v = load_kv(
                     K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2,

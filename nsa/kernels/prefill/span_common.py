@@ -38,6 +38,35 @@ def span_hi(t, a, b, MODE: tl.constexpr):
 
 
 @triton.jit
+def span_tiles(
+    q0, q_len, k_len, q_start, a, b,
+    MODE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Where the key tiles of a tile of queries begin, where those that all of these see whole begin
+    and end, and where the last one ends."""
+    t_first = q0 + q_start
+    t_last = tl.minimum(q0 + BLOCK_Q, q_len) - 1 + q_start
+    hi_first = tl.minimum(span_hi(t_first, a, b, MODE), k_len)
+    hi_last = tl.minimum(span_hi(t_last, a, b, MODE), k_len)
+    begin = span_lo(t_first, a, MODE) // BLOCK_N * BLOCK_N
+    full_begin = (span_lo(t_last, a, MODE) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full_begin)
+    return begin, full_begin, full_end, hi_last
+
+
+@triton.jit
+def span_part(part: tl.constexpr, begin, full_begin, full_end, end):
+    """First and end of the tiles of span_tiles that go together: those seen whole, then those to be
+    masked at the beginning, then at the end."""
+    if part == 0:
+        return full_begin, full_end
+    elif part == 1:
+        return begin, tl.minimum(full_begin, end)
+    else:
+        return full_end, end
+
+
+@triton.jit
 def put_dq(MORE, DQ, dq, row, live, offs, scale, D: tl.constexpr, ACCUMULATE: tl.constexpr):
     """scale times dq to DQ [.., D], and times MORE as well where ACCUMULATE."""
     mask = live[:, None] & (offs < D)[None, :]

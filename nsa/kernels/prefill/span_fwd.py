@@ -12,7 +12,7 @@ from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.marked_keys import marked
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
-from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo
+from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo, span_part, span_tiles
 from nsa.kernels.prefill.span_kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import (
@@ -75,29 +75,17 @@ def _span_fwd_kernel(
 
     lo = span_lo(t + q_start, span_a, MODE)
     hi = tl.minimum(span_hi(t + q_start, span_a, span_b, MODE), k_len)
-    t_first = q0 + q_start
-    t_last = tl.minimum(q0 + BLOCK_Q, q_len) - 1 + q_start
-    lo_first = span_lo(t_first, span_a, MODE)
-    lo_last = span_lo(t_last, span_a, MODE)
-    hi_first = tl.minimum(span_hi(t_first, span_a, span_b, MODE), k_len)
-    hi_last = tl.minimum(span_hi(t_last, span_a, span_b, MODE), k_len)
-    begin = lo_first // BLOCK_N * BLOCK_N
-    full_begin = (lo_last + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    full_end = tl.maximum(hi_first // BLOCK_N * BLOCK_N, full_begin)
+    begin, full_begin, full_end, end = span_tiles(
+        q0, q_len, k_len, q_start, span_a, span_b, MODE, BLOCK_Q, BLOCK_N
+    )
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    # Whole tiles first; those at the beginning and the end are masked.
-    ends = (full_begin, full_end, begin, full_begin, full_end, hi_last)
     for part in tl.static_range(3):
         if part != 1 or MODE == 1:
-            end = ends[2 * part + 1]
-            if part == 1:
-                end = tl.minimum(end, hi_last)
-            for n0 in tl.range(
-                ends[2 * part], end, BLOCK_N, num_stages=None if part == 0 else 1
-            ):  # fmt: skip
+            first, last = span_part(part, begin, full_begin, full_end, end)
+            for n0 in tl.range(first, last, BLOCK_N, num_stages=None if part == 0 else 1):
                 offs_n = n0 + tl.arange(0, BLOCK_N)
                 k, k2, v = load_kv(
                     K, V, KD, KD2, VD, k_begin, n0, offs_n < k_len, group, G, offs_d, offs_d2,
