@@ -64,17 +64,6 @@ def _error(out: Tensor, oracle: Tensor) -> Tensor:
     return torch.where(out == oracle, torch.zeros_like(out), (out - oracle).abs())
 
 
-def _unfit(same_dtype: Tensor | None, out: Tensor, truth: Tensor) -> str | None:
-    """Why the plain computation is no measure, which says nothing of `out`; None if it is one."""
-    if same_dtype is None:
-        return None
-    if same_dtype.shape != out.shape:
-        return f"shape {list(same_dtype.shape)} of the plain computation is not that of out"
-    if not _error(_exact(same_dtype, out), truth).max().isfinite():
-        return "the plain computation has NaN or infinities where the oracle has none"
-    return None
-
-
 _VARIANT = re.compile(r"_sel_attn_fwd_(dense|varlen|ranges)(_group)?_kernel")
 
 
@@ -101,7 +90,8 @@ def measure_parity(
 ) -> Parity:  # fmt: skip
     """Judge `out` against the fp64 `oracle`; see assert_parity for the rules. Emits nothing."""
     why: list[str] = []
-    dtype, unfit = out.dtype, None
+    unfit: str | None = None  # why the plain computation is no measure, which says nothing of `out`
+    dtype = out.dtype
     limit_mae = MAE_LIMIT[dtype] if limit_mae is None else limit_mae
     truth = _exact(oracle, out)
     finite = truth[truth.isfinite()]
@@ -129,16 +119,18 @@ def measure_parity(
         flat = int(per_row.flatten().nan_to_num(math.inf).argmax())
         worst = per_row.flatten()[flat].item()
         worst_at = [int(i) for i in torch.unravel_index(torch.tensor(flat), per_row.shape)]
-        row_limit = limit_mae
-        unfit = _unfit(same_dtype, out, truth)
-        if same_dtype is not None and not unfit:
+        row_limit = limit_max = max(limit_mae, floor)
+        if same_dtype is not None and same_dtype.shape != out.shape:
+            unfit = f"shape {list(same_dtype.shape)} of the plain computation is not that of out"
+        elif same_dtype is not None:
             ref = _error(_exact(same_dtype, out), truth)
             ref_max = ref.max().item()
-            limit_max = 2 * ref_max + floor
-            ref_rows = ref.mean(-1) if rows and ref.ndim > 1 else ref
-            row_limit = 2 * ref_rows.max().item() + floor
-        else:
-            row_limit = limit_max = max(limit_mae, floor)
+            if math.isfinite(ref_max):
+                limit_max = 2 * ref_max + floor
+                ref_rows = ref.mean(-1) if rows and ref.ndim > 1 else ref
+                row_limit = 2 * ref_rows.max().item() + floor
+            else:
+                unfit = "the plain computation has NaN or infinities where the oracle has none"
         if not mae <= limit_mae:
             why.append(f"mae {mae:.3g} > {limit_mae:.3g}")
         if not (unfit or max_abs <= limit_max):
@@ -147,7 +139,8 @@ def measure_parity(
             why.append(f"row {worst_at} has mean error {worst:.3g} > {row_limit:.3g}")
         margin = max_abs / limit_max if limit_max else None
     status = "FAIL" if why else "INVALID" if unfit else "PASS"
-    why += [unfit] if unfit else []
+    if unfit:
+        why.append(unfit)
     if path_requested == "triton" and path_agrees("triton", path_taken) and launches:
         path_taken = triton_path(launches)  # what ran, not what the caller takes for granted
     if not path_agrees(path_requested, path_taken):

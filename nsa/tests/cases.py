@@ -177,8 +177,8 @@ class Inputs:
         return list(x.split(self.seqs if name[0] in "qg" else lengths))
 
     def layout(self, x: Tensor, name: str = "cmp") -> Tensor:
-        """As the kernels take it: packed, or [B, ...]; what has a row for each token, with NaN in
-        the rows of no sequence, which are among `tails` where x needs a gradient."""
+        """Return x in the layout of the kernels, packed or [B, ...]. A tensor with a row for each
+        token gets rows of no sequence behind them, which hold NaN and go to `tails`."""
         if self.shape.beyond and not name.endswith("cmp"):
             tail = x.new_full((self.shape.beyond, *x.shape[1:]), math.nan)
             self.tails.append(tail.requires_grad_(x.requires_grad))
@@ -288,7 +288,7 @@ GRADIENTS = {F32: 1e-5, F16: 2e-3, BF16: 2e-2}  # of kernels that add in another
 
 
 def close_gradients(got: Sequence[Tensor], want: Sequence[Tensor], tol: float) -> None:
-    """Of q, k and v, beside the largest number of each."""
+    """Hold gradients of q, k and v against others, each to within tol of its largest number."""
     for name, a, b in zip("qkv", got, want, strict=False):
         size = b.abs().max().item()
         torch.testing.assert_close(

@@ -125,7 +125,7 @@ def deaf() -> None:
     time.sleep(600)
 
 
-# What a stage of each name does: Python that is run with the names of this module.
+# Stages by name, each a piece of Python that runs with the names of this module.
 FAULTS = {
     "pass": "right(); print('fine')",
     "raise": "passed(); raise RuntimeError('no such luck')",

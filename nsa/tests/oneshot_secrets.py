@@ -270,7 +270,7 @@ NAMES: list[tuple[str, str, str]] = [
     ),
 ]
 
-# What a secret of a provider begins with. The rest looks like nothing, so that no other rule helps.
+# Prefixes of providers' secrets. What follows them is so plain that no other rule finds it.
 PREFIXES = (
     "gho_ github_pat_ glpat- glrt- hf_ rpa_ npm_ gsk_ r8_ fw_ api_org_ tgp_v1_ ntn_ lin_api_ "
     "sntrus_ sntrys_ phx_ sbp_ nfp_ jina_ sk_live_ rk_test_ whsec_ pit_ wandb_v1_ lsv2_pt_ glsa_ "

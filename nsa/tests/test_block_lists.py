@@ -1,5 +1,5 @@
-"""What kernels of selection by blocks are given, against plain Python: the distinct blocks of a
-tile of queries, and the queries of a tile of keys."""
+"""Lists that the kernels of selection by blocks read, against plain Python: the distinct blocks of
+a tile of queries, and the queries of a tile of keys."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ LONG = Case((77,), G=2, n_sel=6, q_start=150)
     **IDS,
 )
 def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, monkeypatch):
-    """Of tiles where it pays, or of all with few heads a group; not a query's last two."""
+    """Blocks that few queries of a tile chose go by keys where that pays, with few heads a group
+    always; the last two blocks of a query never do."""
     heads = 4 if together is None else 16
     queries = tile_blocks.queries_of(heads)
     assert queries == (16 if heads == 4 else QUERIES)

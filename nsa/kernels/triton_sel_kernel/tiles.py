@@ -69,7 +69,7 @@ class Tiles:
 
     @property
     def constants(self) -> dict[str, int]:
-        """What kernels are compiled for: everything but rows."""
+        """Return the constants that a kernel of these tiles is compiled with."""
         return dict(
             BLOCK_L=self.block_l, BLOCK_D=self.block_d, BLOCK_DV=self.block_dv,
             num_warps=self.num_warps, num_stages=self.num_stages,
