@@ -71,7 +71,9 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
     compiled: by hash (name, registers, bytes of stack) of every kernel that a launch compiles.
     """
     from nsa.kernels.decode import step
-    from nsa.kernels.prefill import block_attn_fwd_hopper, block_sums, hopper
+    from nsa.kernels.prefill import hopper
+    from nsa.kernels.prefill.blocks import fwd_hopper as blocks_fwd_hopper
+    from nsa.kernels.prefill.choice import score_in_attention_hopper
     from nsa.kernels.triton_sel_kernel import sel_fwd
 
     driver.set_active(compile_only(arch))
@@ -83,9 +85,9 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
                 if hasattr(module, attribute):
                     setattr(module, attribute, lambda device, value=value: value)
     hopper.why_not = lambda device, use_gluon=None: "off" if use_gluon is False else None
-    for least in (block_attn_fwd_hopper.SPLIT_KEYS, block_attn_fwd_hopper.SPLIT_QUERIES):
+    for least in (blocks_fwd_hopper.SPLIT_KEYS, blocks_fwd_hopper.SPLIT_QUERIES):
         least.update(dict.fromkeys(least, LONG))
-    block_sums.LEAST_KEYS = (LONG - 32) // 16 + 1
+    score_in_attention_hopper.LEAST_KEYS = (LONG - 32) // 16 + 1
     sel_fwd.check_kernel_inputs = lambda *args: None  # which asks for a GPU
     plan = step._plan  # it asks for the type of the device
     step._plan = lambda p, *how: plan(p._replace(device=torch.device("cuda", 0)), *how)

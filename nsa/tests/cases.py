@@ -15,12 +15,14 @@ from torch import Tensor
 from bench.parity import MAE_LIMIT, assert_parity
 from nsa import blocks, launches, oracle, reference, select
 from nsa.compress import mean_pool
-from nsa.kernels.prefill import block_attn_bwd, block_attn_fwd, union_lists
-from nsa.kernels.prefill.block_attn import sequence_begins
-from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
-from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
-from nsa.kernels.prefill.selection import Selection
-from nsa.kernels.prefill.union_lists import lists_for
+from nsa.kernels.prefill.blocks import bwd_triton as blocks_bwd
+from nsa.kernels.prefill.blocks import fwd_triton as blocks_fwd
+from nsa.kernels.prefill.blocks import union_lists
+from nsa.kernels.prefill.blocks.bwd_triton import block_attention_bwd
+from nsa.kernels.prefill.blocks.fwd_triton import block_attention_fwd
+from nsa.kernels.prefill.blocks.ops import sequence_begins
+from nsa.kernels.prefill.blocks.selection import Selection
+from nsa.kernels.prefill.blocks.union_lists import lists_for
 from nsa.tests.helpers import deterministic, make_block_indices, randn
 
 F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
@@ -370,7 +372,7 @@ class Problem:
         algorithms, which is where dQ goes by unions."""
         with self.limit(share), deterministic(), self.monkeypatch.context() as patch:
             if not unions:
-                for module in (block_attn_fwd, block_attn_bwd):
+                for module in (blocks_fwd, blocks_bwd):
                     patch.setattr(module, "lists_for", lambda *a, **k: None)
             self.saved = None
             grads, _ = self.backward(use_gluon=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa import launches
-from nsa.kernels.prefill import block_attn_outer, union_attn, union_lists
+from nsa.kernels.prefill.blocks import fwd_by_keys_triton, union_lists, unions_triton
 from nsa.kernels.tiles import arch_of
 from nsa.tests import cases
 from nsa.tests.cases import BF16, F16, F32, PAPER, WIDE, Case, Problem, Shape, tolerance
@@ -81,13 +81,13 @@ def test_unions_agree_with_single_queries(case, kind, device, monkeypatch):
     out, dq = torch.full_like(want["out"], math.nan), torch.full_like(x.q, math.nan)
     lse = torch.full_like(want["lse"], math.nan)
     arch = arch_of(x.q.device)
-    union_attn.union_attention_fwd(
-        x.q, x.k, x.v, x.by, lists, out, lse, union_attn.fwd_tiles(arch, case.D, case.Dv)
+    unions_triton.union_attention_fwd(
+        x.q, x.k, x.v, x.by, lists, out, lse, unions_triton.fwd_tiles(arch, case.D, case.Dv)
     )
     delta = (want["out"].float() * x.do.float()).sum(-1)
-    union_attn.union_attention_dq(
+    unions_triton.union_attention_dq(
         x.do, x.q, x.k, x.v, x.by, lists, want["lse"], delta, dq, accumulate=False,
-        tiles=union_attn.dq_tiles(arch, case.D, case.Dv), dq_scale=x.how["softmax_scale"],
+        tiles=unions_triton.dq_tiles(arch, case.D, case.Dv), dq_scale=x.how["softmax_scale"],
     )  # fmt: skip
     tol = 4e-3 if case.dtype == F16 else 3e-2
     for got, full in ((out, want["out"]), (dq, want["dq"]), (lse[..., None], want["lse"])):
@@ -166,10 +166,10 @@ TILED = UNIONS[1], PACKED, Case((1000,), G=4, h=4, q_start=70, **BIG)
 @pytest.fixture
 def key_tiles(monkeypatch):
     """Any number of pairs will do, and queries go in slabs of a few dozen."""
-    monkeypatch.setattr(block_attn_outer, "MIN_PAIRS", 1)
-    monkeypatch.setattr(block_attn_outer, "MIN_PAIRS_PER_TILE", 0)
+    monkeypatch.setattr(fwd_by_keys_triton, "MIN_PAIRS", 1)
+    monkeypatch.setattr(fwd_by_keys_triton, "MIN_PAIRS_PER_TILE", 0)
     monkeypatch.setattr(
-        block_attn_outer, "slab_tokens", lambda row_bytes, _: 29 if row_bytes < 2000 else 300
+        fwd_by_keys_triton, "slab_tokens", lambda row_bytes, _: 29 if row_bytes < 2000 else 300
     )
 
 
@@ -211,7 +211,7 @@ def test_beside_unions_and_without_is_the_same(case, kind, share, device, key_ti
     x = Problem(case, kind, device, monkeypatch)
     *got, counts = by_tiles(x, share)
     assert counts["_block_attn_outer_kernel"] > 0 and counts["_union_attn_fwd_kernel"] == 1
-    monkeypatch.setattr(block_attn_outer, "MIN_PAIRS", 1 << 60)
+    monkeypatch.setattr(fwd_by_keys_triton, "MIN_PAIRS", 1 << 60)
     *want, counts = by_tiles(x)
     assert "_block_attn_outer_kernel" not in counts
     torch.testing.assert_close(got[0], want[0], **tolerance(case.dtype))

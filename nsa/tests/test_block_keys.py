@@ -8,7 +8,7 @@ import torch
 from nsa.blocks import num_compressed
 from nsa.kernels.decode import nsa_decode_triton
 from nsa.kernels.prefill import compressed_attention_triton, select_blocks_triton
-from nsa.kernels.prefill.block_select import Ranking
+from nsa.kernels.prefill.choice.score_topn_triton import Ranking
 from nsa.tests.helpers import randn
 
 pytestmark = pytest.mark.kernel

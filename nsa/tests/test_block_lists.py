@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa import launches
-from nsa.kernels.prefill import block_lists, tile_blocks
+from nsa.kernels.prefill.blocks import lists_by_keys, tile_blocks
 from nsa.tests.cases import Case, Problem
 from nsa.tests.test_block_attn import UNIONS
 
@@ -159,11 +159,11 @@ def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, 
 def test_lists_hold_every_pair_once_and_in_order(case, per_block, most, kernel_device, monkeypatch):
     """per_block 2: the last block of a sequence has one tile only. No block is as far as the last
     two; their tiles must not wrap around. Packed rows past the last sequence are nobody's."""
-    monkeypatch.setattr(block_lists, "CHUNK", 4)
-    monkeypatch.setattr(block_lists, "LIST_SIZE", 8)  # several programs, several turns
-    monkeypatch.setattr(block_lists, "WORDS", 1)
-    monkeypatch.setattr(block_lists, "SHARE", 2)
-    monkeypatch.setattr(block_lists, "MAP_BYTES", most)
+    monkeypatch.setattr(lists_by_keys, "CHUNK", 4)
+    monkeypatch.setattr(lists_by_keys, "LIST_SIZE", 8)  # several programs, several turns
+    monkeypatch.setattr(lists_by_keys, "WORDS", 1)
+    monkeypatch.setattr(lists_by_keys, "SHARE", 2)
+    monkeypatch.setattr(lists_by_keys, "MAP_BYTES", most)
     x = Problem(case, "ragged", kernel_device, monkeypatch)
     x.blocks.view(-1, case.n_sel)[3] = torch.tensor([2, 3, 2**31 - 1][: case.n_sel])
     per_seq, tile, kv_len = 3, 16, 48
@@ -171,7 +171,7 @@ def test_lists_hold_every_pair_once_and_in_order(case, per_block, most, kernel_d
     if case.packed:
         blocks = torch.cat([blocks, torch.zeros_like(blocks[:5])])
     with launches.recording() as counts:
-        lists = block_lists.rows_of_tiles(blocks, per_block, tile, kv_len, cu)
+        lists = lists_by_keys.rows_of_tiles(blocks, per_block, tile, kv_len, cu)
     assert ("_tile_members_kernel" in counts) == (most > 0)
     begins = [case.lengths[0] * b for b in range(case.batch)]
     if case.packed:
@@ -206,12 +206,12 @@ def test_lists_hold_every_pair_once_and_in_order(case, per_block, most, kernel_d
 
 @pytest.mark.parametrize("case", [Case((90,), G=2, n_sel=4), Case((1, 37, 20), G=3)], **IDS)
 def test_pieces_come_once_by_group_and_about_in_order(case, kernel_device, monkeypatch):
-    monkeypatch.setattr(block_lists, "CHUNK", 16)
-    monkeypatch.setattr(block_lists, "BUCKETS", 16)
+    monkeypatch.setattr(lists_by_keys, "CHUNK", 16)
+    monkeypatch.setattr(lists_by_keys, "BUCKETS", 16)
     x = Problem(case, "random", kernel_device, monkeypatch)
     tokens = sum(case.lengths)
-    lists = block_lists.rows_of_tiles(x.blocks, 1, case.l_sel, 90, x.cu)
-    pieces, per_chunk = block_lists.pieces_in_order(lists, 4, tokens, case.G)
+    lists = lists_by_keys.rows_of_tiles(x.blocks, 1, case.l_sel, 90, x.cu)
+    pieces, per_chunk = lists_by_keys.pieces_in_order(lists, 4, tokens, case.G)
     assert per_chunk == 4 and len(pieces) == 1 + 4 * lists.n_chunks
     spans = {}
     for piece in range(4 * lists.n_chunks):

@@ -18,26 +18,22 @@ from nsa import blocks, launches, reference
 from nsa import flags as flags_module
 from nsa.flags import clear_flags_cache
 from nsa.kernels import prefill
-from nsa.kernels.prefill import (
-    block_attn_fwd_hopper,
-    block_select,
-    block_sums,
-    hopper,
-    nsa_prefill_triton,
-    span_bwd,
-    span_fwd_hopper,
-    tile_blocks,
-)
-from nsa.kernels.prefill import block_score_hopper as score
-from nsa.kernels.prefill.block_select import Slab
-from nsa.kernels.prefill.block_sums import SCALE
+from nsa.kernels.prefill import hopper, nsa_prefill_triton
+from nsa.kernels.prefill.blocks import fwd_hopper as blocks_fwd_hopper
+from nsa.kernels.prefill.blocks import tile_blocks
+from nsa.kernels.prefill.choice import score_hopper as score
+from nsa.kernels.prefill.choice import score_in_attention_hopper, score_topn_triton
+from nsa.kernels.prefill.choice.score_in_attention_hopper import SCALE
+from nsa.kernels.prefill.choice.score_topn_triton import Slab
 from nsa.kernels.prefill.hopper import RELEASES
 from nsa.kernels.prefill.packs import Rows
-from nsa.kernels.prefill.span_bwd import span_attention_bwd
-from nsa.kernels.prefill.span_bwd_hopper import query_share
-from nsa.kernels.prefill.span_fwd import span_attention_fwd
-from nsa.kernels.prefill.span_fwd_hopper import scores_tile, span_pair_fwd_hopper
-from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
+from nsa.kernels.prefill.span import bwd_triton as span_bwd
+from nsa.kernels.prefill.span import fwd_hopper as span_fwd_hopper
+from nsa.kernels.prefill.span.bwd_hopper import query_share
+from nsa.kernels.prefill.span.bwd_triton import span_attention_bwd
+from nsa.kernels.prefill.span.fwd_hopper import scores_tile, span_pair_fwd_hopper
+from nsa.kernels.prefill.span.fwd_triton import span_attention_fwd
+from nsa.kernels.prefill.span.kinds import COMPRESSED, SLIDING, Span
 from nsa.tests import cases
 from nsa.tests import test_prefill_kernels as kernels_of
 from nsa.tests.cases import BF16, F16, PAPER, WIDE, Case, Problem, Shape
@@ -197,11 +193,11 @@ def test_which_block_scores_they_find(how, l, d, l_sel, serves, asked, on_hopper
 def test_where_attention_scores_blocks(how, l, d, l_sel, serves, asked, on_hopper, monkeypatch):
     q, k, v, _ = tensors(**how)
     assert on_hopper.forward_with_scores(q, k, v, l, d, l_sel) is None  # too few keys
-    monkeypatch.setattr(block_sums, "LEAST_KEYS", 64)
+    monkeypatch.setattr(score_in_attention_hopper, "LEAST_KEYS", 64)
     assert (on_hopper.forward_with_scores(q, k, v, l, d, l_sel) is not None) == serves
     assert on_hopper.forward_with_scores(q, k, v, l, d, l_sel, packed=True) is None
     assert on_hopper.forward_with_scores(q, k, v, l, d, l_sel, use_gluon=False) is None
-    monkeypatch.setattr(block_sums, "MOST_KEYS", 63)
+    monkeypatch.setattr(score_in_attention_hopper, "MOST_KEYS", 63)
     assert on_hopper.forward_with_scores(q, k, v, l, d, l_sel) is None
 
 
@@ -326,8 +322,8 @@ def test_whole_with_the_papers_heads(shape, device):
 @pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[4:], ids=str)
 def test_choice_of_blocks(shape, device, monkeypatch):
     """All queries at once and by slabs."""
-    for slab_bytes in (block_select.SLAB_BYTES, 1):
-        monkeypatch.setattr(block_select, "SLAB_BYTES", slab_bytes)
+    for slab_bytes in (score_topn_triton.SLAB_BYTES, 1):
+        monkeypatch.setattr(score_topn_triton, "SLAB_BYTES", slab_bytes)
         with launches.recording() as counts:
             kernels_of.test_choice_of_blocks(shape, device)
         assert counts[SCORES] == counts["_block_topn_kernel"] >= 1, dict(counts)
@@ -457,9 +453,9 @@ def test_attention_chooses_as_good_blocks(heads, b, start, s, kind, device, monk
         k_cmp = 2 * centre[:, torch.arange(n, device=device) // 37 % 8] + k_cmp / 2
     gates = randn(b, s, g * heads, 3, seed=5, dtype=BF16, device=device)
 
-    def choose(least, slab_bytes=block_select.SLAB_BYTES):
-        monkeypatch.setattr(block_sums, "LEAST_KEYS", least)
-        monkeypatch.setattr(block_select, "SLAB_BYTES", slab_bytes)
+    def choose(least, slab_bytes=score_topn_triton.SLAB_BYTES):
+        monkeypatch.setattr(score_in_attention_hopper, "LEAST_KEYS", least)
+        monkeypatch.setattr(score_topn_triton, "SLAB_BYTES", slab_bytes)
         with launches.recording() as counts, torch.no_grad():
             out, info = nsa_prefill_triton(
                 q, k_cmp, k_cmp, keys, keys, keys, keys, gates, l=32, d=16, l_sel=64, n_sel=8,
@@ -529,7 +525,9 @@ def test_a_nan_changes_no_choice_of_other_packed_sequences(bad, device):
     k = randn(int(cu_cmp[-1]), 2, 128, seed=2, dtype=BF16, device=device)
     lse = randn(423, 8, seed=3, device=device)
     sizes = dict(l=32, d=16, l_sel=64, n_sel=3, n_init=1, n_local=1, softmax_scale=0.1)
-    run = lambda: (block_select.block_select(q, k, lse, cu_q=cu, cu_k=cu_cmp, max_q=333, **sizes),)
+    run = lambda: (
+        score_topn_triton.block_select(q, k, lse, cu_q=cu, cu_k=cu_cmp, max_q=333, **sizes),
+    )
     with launches.recording() as counts:
         outcome_of_nan(run, ((q, cu), (k, cu_cmp), (lse, cu)), bad)
     assert counts[SCORES] == 2
@@ -617,9 +615,9 @@ LONG = [
 @pytest.fixture
 def by_keys(monkeypatch):
     """Selection goes by keys however few they are, in every tile where there is a rest."""
-    any_length = dict.fromkeys(block_attn_fwd_hopper.SPLIT_KEYS, 0)
-    monkeypatch.setattr(block_attn_fwd_hopper, "SPLIT_KEYS", any_length)
-    monkeypatch.setattr(block_attn_fwd_hopper, "SPLIT_QUERIES", any_length)
+    any_length = dict.fromkeys(blocks_fwd_hopper.SPLIT_KEYS, 0)
+    monkeypatch.setattr(blocks_fwd_hopper, "SPLIT_KEYS", any_length)
+    monkeypatch.setattr(blocks_fwd_hopper, "SPLIT_QUERIES", any_length)
     monkeypatch.setattr(tile_blocks, "TOGETHER", -(10**6))
 
 
@@ -704,9 +702,9 @@ def test_sums_by_keys_come_near_their_bound(size, device, by_keys, monkeypatch):
 def test_scores_far_above_the_neighbourhood(case, steep, device, by_keys, monkeypatch):
     """Of more and more rows a sum in fp16 overflows: they go the other way, and lse is exact."""
     whole = []
-    end = block_attn_fwd_hopper.end_tiles
+    end = blocks_fwd_hopper.end_tiles
     monkeypatch.setattr(
-        block_attn_fwd_hopper,
+        blocks_fwd_hopper,
         "end_tiles",
         lambda lists, *a: (whole.append(lists), end(lists, *a)) and None,
     )

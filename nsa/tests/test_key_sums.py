@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nsa import launches
-from nsa.kernels.prefill import block_attn_ends, key_sums, tile_blocks
-from nsa.kernels.prefill.key_sums import begin_sums
+from nsa.kernels.prefill.blocks import fwd_by_keys_ends, fwd_by_keys_sums, tile_blocks
+from nsa.kernels.prefill.blocks.fwd_by_keys_sums import begin_sums
 from nsa.tests.cases import BF16, WIDE, Case, Problem, tolerance
 from nsa.tests.helpers import randn
 
@@ -68,7 +68,7 @@ class Split(Problem):
 
     def begun(self) -> Split:
         with launches.recording() as counts:
-            block_attn_ends.begin_tiles(self.q, self.k, self.v, self.by, self.tiles, self.sums)
+            fwd_by_keys_ends.begin_tiles(self.q, self.k, self.v, self.by, self.tiles, self.sums)
         assert counts["_block_attn_begin_kernel"] == 1
         return self
 
@@ -115,7 +115,7 @@ class Split(Problem):
         lse = torch.full(self.q.shape[:-1], math.nan, device=self.q.device)
         total = self.sums.sums.view(self.q.dtype) if others else out
         with launches.recording() as counts:
-            block_attn_ends.end_tiles(self.tiles, self.sums, out, lse, others, total)
+            fwd_by_keys_ends.end_tiles(self.tiles, self.sums, out, lse, others, total)
         assert counts["_block_attn_end_kernel"] == 1
         return out, lse, total
 
@@ -228,8 +228,8 @@ def test_sums_begin_with_what_tiles_list(case, device, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES[:1] + CASES[3:4], ids=str)
 def test_every_column_has_a_scale(case, device, monkeypatch):
-    monkeypatch.setattr(key_sums, "SEARCHES", 2)  # several turns each
-    monkeypatch.setattr(key_sums, "SLICE", 16)
+    monkeypatch.setattr(fwd_by_keys_sums, "SEARCHES", 2)  # several turns each
+    monkeypatch.setattr(fwd_by_keys_sums, "SLICE", 16)
 
     def spread(v: Tensor) -> None:
         """Columns of sizes of their own, and in some a few outliers, which change nothing."""
@@ -247,7 +247,7 @@ def test_every_column_has_a_scale(case, device, monkeypatch):
     scales = scales.double().cpu()
     some = v.isfinite() & (v != 0)
     exponents = torch.where(some, torch.frexp(v.nan_to_num(1, 1, 1))[1] - 1.0, 0.0)
-    bits = math.ceil(math.log2(case.l_sel * case.n_sel)) + key_sums.ABOVE
+    bits = math.ceil(math.log2(case.l_sel * case.n_sel)) + fwd_by_keys_sums.ABOVE
     mean = (exponents.sum(0) / some.sum(0).clamp(min=1)).floor()
     assert ((~some).all(0)).sum() == 1
     assert torch.equal(scales, 2.0 ** (14 - mean - 4 - bits))

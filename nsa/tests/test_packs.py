@@ -14,7 +14,8 @@ import nsa
 from nsa import Flags, blocks, launches
 from nsa.compress import mean_pool
 from nsa.kernels import prefill
-from nsa.kernels.prefill import block_select, hopper, packs
+from nsa.kernels.prefill import hopper, packs
+from nsa.kernels.prefill.choice import score_topn_triton
 from nsa.tests.cases import F16, NAMES, PAPER, WIDE, Case, Inputs, ends_of
 from nsa.tests.helpers import deterministic, make_block_indices, make_ranges, randn
 from nsa.tests.test_prefill_kernels import whole_case
@@ -197,7 +198,7 @@ def costs(request, monkeypatch) -> Counter:
         found[kernel.__name__] += math.prod(grid)
         assert all(n <= 65535 for n in grid[1:])
 
-    for module in pkgutil.iter_modules(prefill.__path__, prefill.__name__ + "."):
+    for module in pkgutil.walk_packages(prefill.__path__, prefill.__name__ + "."):
         loaded = importlib.import_module(module.name)
         for name, value in (
             ("launch", count), ("arch_of", lambda device: request.param),
@@ -206,7 +207,7 @@ def costs(request, monkeypatch) -> Counter:
             if hasattr(loaded, name):
                 monkeypatch.setattr(loaded, name, value)
     monkeypatch.setattr(hopper, "enabled", lambda device, use_gluon=None: request.param == 90)
-    monkeypatch.setattr(block_select, "SLAB_BYTES", 1 << 18)
+    monkeypatch.setattr(score_topn_triton, "SLAB_BYTES", 1 << 18)
     return found
 
 

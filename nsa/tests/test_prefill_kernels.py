@@ -15,10 +15,14 @@ from torch import Tensor
 import nsa
 from nsa import launches, oracle, select
 from nsa.kernels import prefill
-from nsa.kernels.prefill import block_attn, block_select, fused, hopper, span, span_bwd
-from nsa.kernels.prefill.block_attn_fwd import gated_block_attention_fwd
-from nsa.kernels.prefill.block_select import _block_topn_kernel, topn_warps
+from nsa.kernels.prefill import fused, hopper
+from nsa.kernels.prefill.blocks import ops as blocks_ops
+from nsa.kernels.prefill.blocks.fwd_triton import gated_block_attention_fwd
+from nsa.kernels.prefill.choice import score_topn_triton
+from nsa.kernels.prefill.choice.score_topn_triton import _block_topn_kernel, topn_warps
 from nsa.kernels.prefill.combine import combine_bwd
+from nsa.kernels.prefill.span import bwd_triton as span_bwd
+from nsa.kernels.prefill.span import ops as span_ops
 from nsa.kernels.tiles import pow2
 from nsa.tests.cases import (
     BF16,
@@ -245,7 +249,7 @@ def test_slabs_of_queries_choose_what_all_at_once_do(shape, device, monkeypatch)
     """The last slab has more blocks to rank than the first: more than the 32 of the smallest."""
     x = Inputs(shape, device, seed=8)
     whole, _ = choice(x)
-    monkeypatch.setattr(block_select, "SLAB_BYTES", 1)
+    monkeypatch.setattr(score_topn_triton, "SLAB_BYTES", 1)
     slabs, counts = choice(x)
     assert counts["_block_topn_kernel"] >= 2
     assert torch.equal(slabs, whole)
@@ -488,17 +492,17 @@ def operator_of(name: str, x: Inputs) -> tuple:
         leaves, run, how = NAMES, prefill.nsa_prefill_triton, n.whole
         backward = fused._prefill_bwd
     elif name == "selected":
-        leaves, backward = NAMES[:1] + NAMES[3:5], block_attn._block_attention_bwd
+        leaves, backward = NAMES[:1] + NAMES[3:5], blocks_ops._block_attention_bwd
         rows = x.layout(x.q).shape[:-2]
         chosen = torch.zeros(*rows, n.G, 1, dtype=torch.int32, device=x.device)
         run = lambda *t, **kw: (prefill.selection_blocks_triton(*t, chosen, **kw), None)
         how = dict(block_size=n.l_sel)
     elif name == "compressed":
         leaves, run, how = NAMES[:3], prefill.compressed_attention_triton, dict(l=n.l, d=n.d)
-        backward = span._span_attention_bwd
+        backward = span_ops._span_attention_bwd
     else:
         leaves, run = NAMES[:1] + NAMES[5:7], prefill.sliding_attention_triton
-        how, backward = dict(window=n.w), span._span_attention_bwd
+        how, backward = dict(window=n.w), span_ops._span_attention_bwd
     return x.leaves(leaves), lambda *t, **kw: run(*t, **how, **kw), backward
 
 

@@ -107,7 +107,7 @@ def test_a_block_behind_the_keys_is_told_by_a_settled_call_too(kernel_device):
 
 @pytest.mark.parametrize("n", [1, 3, 16, 64, 130])
 def test_sorted_blocks_are_each_once_and_none_at_the_end(n, kernel_device):
-    from nsa.kernels.prefill.ascending import ascending
+    from nsa.kernels.prefill.blocks.ascending import ascending
 
     gen = torch.Generator().manual_seed(n)
     blocks = torch.randint(-2, max(n, 3), (5, 2, n), generator=gen)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from nsa import launches
-from nsa.kernels.prefill import block_attn_bwd, hopper, sums
-from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
-from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
+from nsa.kernels.prefill import hopper, sums
+from nsa.kernels.prefill.blocks import bwd_triton as blocks_bwd
+from nsa.kernels.prefill.blocks.bwd_triton import block_attention_bwd
+from nsa.kernels.prefill.blocks.fwd_triton import block_attention_fwd
 from nsa.kernels.prefill.combine import combine_bwd
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.sums import HalfSums
@@ -197,7 +198,7 @@ def test_what_fp16_did_not_serve_is_found_anew(shape, name, left, kernel_device,
     how = x.packing(compressed=name == "prefill", longest=name == "prefill")
     grad_out = x.layout(x.do)
     want = torch.autograd.grad(call(*leaves, **how)[0], leaves, grad_out)[0]
-    real, of_selection = block_attn_bwd.block_attention_bwd, []
+    real, of_selection = blocks_bwd.block_attention_bwd, []
 
     def add(*args):
         sums, scales, *_ = args[10]
@@ -213,7 +214,7 @@ def test_what_fp16_did_not_serve_is_found_anew(shape, name, left, kernel_device,
 
     module = SimpleNamespace(add_block_gradients=add, adds_halves=lambda *a: True)
     monkeypatch.setattr(hopper, "block_backward", lambda *a: module)
-    monkeypatch.setattr(block_attn_bwd, "block_attention_bwd", selection)
+    monkeypatch.setattr(blocks_bwd, "block_attention_bwd", selection)
     with launches.recording() as counts:
         got = torch.autograd.grad(call(*leaves, **how)[0], leaves, grad_out)[0]
     assert counts["_block_attn_dq_anew_kernel"] == 1

@@ -23,9 +23,9 @@ from nsa.checks import needs_grad, scale_of
 from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
 from nsa.kernels.prefill import hopper
-from nsa.kernels.prefill.block_attn import sequence_begins
+from nsa.kernels.prefill.blocks.ops import sequence_begins
 from nsa.kernels.prefill.limits import check_block_size
-from nsa.kernels.prefill.span_kinds import COMPRESSED, SLIDING, Span
+from nsa.kernels.prefill.span.kinds import COMPRESSED, SLIDING, Span
 from nsa.layouts import seen_rows
 
 CMP, SEL, WIN = range(3)  # columns of the gates
@@ -50,9 +50,9 @@ def _prefill(
     """out, block_indices, the three branches' outputs and their log-sum-exps (sizes: as _sizes,
     then the window). Without for_backward the branches' outputs are empty, and all log-sum-exps but
     the first."""
-    from nsa.kernels.prefill.block_attn_fwd import gated_block_attention_fwd
-    from nsa.kernels.prefill.block_select import Ranking, block_select
-    from nsa.kernels.prefill.span_fwd import span_attention_fwd
+    from nsa.kernels.prefill.blocks.fwd_triton import gated_block_attention_fwd
+    from nsa.kernels.prefill.choice.score_topn_triton import Ranking, block_select
+    from nsa.kernels.prefill.span.fwd_triton import span_attention_fwd
 
     s = _sizes(sizes)
     compressed, sliding = Span(COMPRESSED, s["l"], s["d"]), Span(SLIDING, sizes[6])
@@ -125,9 +125,9 @@ def _prefill_bwd(
     sizes: list[int], softmax_scale: float, cu_seqlens: Tensor | None,
     cu_seqlens_cmp: Tensor | None, q_start: int, use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
+    from nsa.kernels.prefill.blocks.bwd_triton import block_attention_bwd
     from nsa.kernels.prefill.combine import combine_bwd
-    from nsa.kernels.prefill.span_bwd import one_pass, span_attention_bwd
+    from nsa.kernels.prefill.span.bwd_triton import one_pass, span_attention_bwd
     from nsa.kernels.prefill.sums import rounded
 
     s, sliding = _sizes(sizes), Span(SLIDING, sizes[6])

@@ -71,14 +71,15 @@ def _module(name: str, takes: int) -> Callable[..., ModuleType | None]:
 
 
 # Their arguments, and what serves else.
-forward = _module("span_fwd_hopper", 3)  # q, k, v; span_fwd
-backward = _module("span_bwd_hopper", 4)  # q, k, v, grad_out; span_bwd, in two passes
-block_scores = _module("block_score_hopper", 5)  # q, k_cmp, l, d, l_sel; _block_score_kernel
-_block_sums = _module("block_sums", 5)  # the same; block_select, from the log-sum-exp
-# q, k, v, n_sel, block_size, softmax_scale, keys of the longest sequence; block_attn_fwd
-block_forward = _module("block_attn_fwd_hopper", 7)
-# q, k, v, grad_out, block_size; block_attn_bwd
-block_backward = _module("block_attn_bwd_hopper", 5)
+forward = _module("span.fwd_hopper", 3)  # q, k, v; span/fwd_triton.py
+backward = _module("span.bwd_hopper", 4)  # q, k, v, grad_out; span/bwd_triton.py, in two passes
+block_scores = _module("choice.score_hopper", 5)  # q, k_cmp, l, d, l_sel; _block_score_kernel
+# The same; block_select, from the log-sum-exp.
+_scores_in_attention = _module("choice.score_in_attention_hopper", 5)
+# q, k, v, n_sel, block_size, softmax_scale, keys of the longest sequence; blocks/fwd_triton.py
+block_forward = _module("blocks.fwd_hopper", 7)
+# q, k, v, grad_out, block_size; blocks/bwd_triton.py
+block_backward = _module("blocks.bwd_hopper", 5)
 
 
 def forward_pair(
@@ -87,10 +88,10 @@ def forward_pair(
 ) -> ModuleType | None:  # fmt: skip
     """forward() of compressed and sliding attention at once; None: each takes its own way."""
     if q.dtype == torch.float16:  # the sum of two branches may pass what that of three does not
-        pass_over("span_pair_fwd_hopper", "the sum of two branches may not fit fp16")
+        pass_over("span.pair_hopper", "the sum of two branches may not fit fp16")
         return None
     if q.shape[-1] != v_win.shape[-1]:
-        pass_over("span_pair_fwd_hopper", "it takes Dk = Dv")
+        pass_over("span.pair_hopper", "it takes Dk = Dv")
         return None
     of_window = forward(q, k_win, v_win, use_gluon)
     return of_window and forward(q, k_cmp, v_cmp, use_gluon)
@@ -104,5 +105,5 @@ def forward_with_scores(
     too; None: block_select finds them, from the log-sum-exp."""
     if packed or q.shape[0] * k_cmp.shape[-2] > MOST_BATCH:
         return None  # which ranks packed tiles, see Rows
-    scores = _block_sums(q, k_cmp, l, d, l_sel, use_gluon)
+    scores = _scores_in_attention(q, k_cmp, l, d, l_sel, use_gluon)
     return scores and forward(q, k_cmp, v_cmp, use_gluon)

@@ -1,6 +1,7 @@
 """Forward of compressed and sliding attention on Hopper: one warp loads, two warpgroups compute.
 
-The same function as span_fwd.py, in Gluon, Triton's lower level, for what plain Triton cannot say:
+The same function as fwd_triton.py, in Gluon, Triton's lower level, for what plain Triton cannot
+say:
 - 128 rows share every key tile that is read from L2, yet the two warpgroups of 64 rows run freely:
   while one does its softmax the other keeps the tensor cores busy. Both run the same instructions
   (two copies of them do not fit the caches), and nothing makes warps wait for others (warps.py).
@@ -13,8 +14,8 @@ The same function as span_fwd.py, in Gluon, Triton's lower level, for what plain
   products of the one before, and outputs leave on their own.
 - Where no backward needs the two branches' outputs apart, one kernel does both for each work item
   and writes their sum, each by its gate.
-- Compressed attention may find the scores of blocks besides (block_sums.py), slab by slab of
-  queries.
+- Compressed attention may find the scores of blocks besides, slab by slab of queries
+  (choice/score_in_attention_hopper.py).
 - Values are finite: of others their keys tell (marked_keys.py).
 
 H200, bf16, D=128, 64k tokens, 64 heads in 4 groups, under the power cap of the board (clocks fall
@@ -37,8 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill import block_sums
-from nsa.kernels.prefill.block_select import Slab
+from nsa.kernels.prefill.choice import score_in_attention_hopper as scoring
+from nsa.kernels.prefill.choice.score_topn_triton import Slab
 from nsa.kernels.prefill.marked_keys import marked
 from nsa.kernels.prefill.packs import packed_bounds, packed_tiles, sequence_of
 from nsa.kernels.prefill.releases import (
@@ -49,8 +50,8 @@ from nsa.kernels.prefill.releases import (
     view,
     warpgroup_mma_wait,
 )
-from nsa.kernels.prefill.span_common import span_hi, span_lo
-from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
+from nsa.kernels.prefill.span.common import span_hi, span_lo
+from nsa.kernels.prefill.span.kinds import COMPRESSED, Span
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
     START_REGISTERS,
@@ -344,8 +345,8 @@ def _attend(
 ):  # fmt: skip
     """A span's attention, whose _first_scores are given: output (its last product may still run),
     maxima and sums of the rows, the number of the last key tile, and how many there were. SCORED:
-    its probabilities are pooled to blocks, see block_sums.py; to: of the work item before address
-    of the scores, n_ld, tiles; and what block_sums.weights gives.
+    its probabilities are pooled to blocks (choice/score_in_attention_hopper.py); to: of the work
+    item before address of the scores, n_ld, tiles; and what scoring.weights gives.
 
     The NARROW keys and the last tile come first, in one softmax. Loop state: probabilities pf of
     the newest tile (their product with V is yet to start) and the output acc of the tiles before
@@ -366,12 +367,12 @@ def _attend(
         q0, q_len, k_len, q_start, a, b, MODE, QUERIES, BLOCK_N, NARROW
     )
     # bf16 values may be near the largest numbers of fp32: probabilities up to 1 there, not 256.
-    LEAD: gl.constexpr = -8.0 if DTYPE == gl.bfloat16 else block_sums.LEAD if SCORED else 0.0
+    LEAD: gl.constexpr = -8.0 if DTYPE == gl.bfloat16 else scoring.LEAD if SCORED else 0.0
     if SCORED:
         out, n_ld, tiles_before, own, corner = to
-        lse2 = block_sums.begin(sums, aside)
+        lse2 = scoring.begin(sums, aside)
         before = (out, n_ld, tiles_before, lse2)
-        block_sums.score(tiles, tiles_before, sums, lse2, aside, out, n_ld, HEADS)
+        scoring.score(tiles, tiles_before, sums, lse2, aside, out, n_ld, HEADS)
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     l = gl.zeros([ROWS], gl.float32, row_layout)
     if NARROW > 0:
@@ -408,14 +409,14 @@ def _attend(
         tile = tiles - 1 - j
         p = rounded_here(pf, DTYPE)
         if SCORED:
-            pooled = block_sums.pool(p, own, tile + 1, sums)
+            pooled = scoring.pool(p, own, tile + 1, sums)
             acc = _rescaled(acc, alpha)  # whose branch keeps the next product behind those
         s = _scores(qs, count, k_mems, BLOCK_N)
         if not SCORED:
             acc = _rescaled(acc, alpha)
         acc = _output(acc, gl.convert_layout(p, p_layout), count - 1, v_mem, first)
         if SCORED:
-            block_sums.put(pooled, m, alpha, corner, tile + 1, sums, aside, before, HEADS)
+            scoring.put(pooled, m, alpha, corner, tile + 1, sums, aside, before, HEADS)
         s = warpgroup_mma_wait(1, deps=(s,))
         _free(first, K_EMPTY, count, STAGES)
         pf, m, l, alpha = _softmax(
@@ -429,11 +430,11 @@ def _attend(
         _free(first, V_EMPTY, count - 1, STAGES)
     p = rounded_here(pf, DTYPE)
     if SCORED:
-        pooled = block_sums.pool(p, own, 0, sums)
+        pooled = scoring.pool(p, own, 0, sums)
     acc = _rescaled(acc, alpha)
     acc = _output(acc, gl.convert_layout(p, p_layout), count, v_mem, first)
     if SCORED:
-        block_sums.put(pooled, m, alpha, corner, 0, sums, aside, before, HEADS)
+        scoring.put(pooled, m, alpha, corner, 0, sums, aside, before, HEADS)
     return acc, m, l, count, tiles
 
 
@@ -458,13 +459,13 @@ def _consume(
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     first = first_barrier()
     warp = warp_number()
-    aside = first + block_sums.ASIDE + warp * 32
-    sums = block_sums.sums_of_warp(SUMS, warp, room)
+    aside = first + scoring.ASIDE + warp * 32
+    sums = scoring.sums_of_warp(SUMS, warp, room)
     # Of the item before: where its scores go, and how many tiles of sums it left.
     before = SCORES.to(gl.int64)
     tiles_before = 0
     if SCORED:
-        own, corner = block_sums.weights(DTYPE)
+        own, corner = scoring.weights(DTYPE)
     else:
         own, corner = 0, 0
     done = 0
@@ -508,7 +509,7 @@ def _consume(
                     to = (batch * G + group).to(gl.int64) * slab_rows + q0 - slab_begin
                     before = SCORES.to(gl.int64) + (to + warp * (16 // HEADS)) * n_ld * 4
                     tiles_before = tiles
-                    block_sums.finish(m, lse2, tiles, sums, aside, before, n_ld, HEADS, DTYPE)
+                    scoring.finish(m, lse2, tiles, sums, aside, before, n_ld, HEADS, DTYPE)
             inv = 1.0 / gl.where(l > 0, l, 1.0)
             if PAIR:
                 inv = inv * gate.to(gl.float32)
@@ -534,8 +535,8 @@ def _consume(
         done += 1
         count += 1
     if SCORED:
-        lse2 = block_sums.begin(sums, aside)
-        block_sums.score(0, tiles_before, sums, lse2, aside, before, n_ld, HEADS)
+        lse2 = scoring.begin(sums, aside)
+        scoring.score(0, tiles_before, sums, lse2, aside, before, n_ld, HEADS)
 
 
 @gluon.jit
@@ -566,7 +567,8 @@ def _run(
     slab_begin,
     TILES: gl.constexpr, VARLEN: gl.constexpr, SCORED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """scored: SCORES and the memory of block_sums.py, rows of a slab, n_ld, tiles of a warp;
+    """scored: SCORES and the memory of choice/score_in_attention_hopper.py, rows of a slab, n_ld,
+    tiles of a warp;
     spans: of each the descriptors of its keys and values, whole tiles and narrow ones, where its
     keys lie, the position of query 0 among them, and a of Span; TILES: see Tiles.compiled. All
     spans' tiles take turns in the places of the first one's, which are the widest. Queries and keys
@@ -766,8 +768,8 @@ class _Work:
         if slabs is None:
             yield None, self.items, (lse, lse, 0, 0, 0, 0)
             return
-        room = block_sums.room(k.shape[1])
-        sums = block_sums.memory(k.device, k.shape[1], WARPS)
+        room = scoring.room(k.shape[1])
+        sums = scoring.memory(k.device, k.shape[1], WARPS)
         for slab in slabs:
             items = cdiv(slab.queries, self.tile[0]) * (self.items // cdiv(self.sq, self.tile[0]))
             yield slab, items, (slab.scores, sums, slab.begin, slab.rows, slab.n_ld, room)
@@ -778,7 +780,7 @@ class _Work:
 
 def scores_tile(heads: int) -> tuple[int, int]:
     """(queries, keys) of what is scored together, as the ranking counts them."""
-    return ROWS // heads, block_sums.KEYS
+    return ROWS // heads, scoring.KEYS
 
 
 def span_attention_fwd_hopper(

@@ -1,7 +1,7 @@
 """Sums of selection attention's forward that several programs add to, in fp16.
 
 A row adds at most MOST_PARTS parts, one for a block, and begins with what it shares with its
-neighbours (block_attn_ends.py), whose largest score is the one that weights are relative to. Each
+neighbours (fwd_by_keys_ends.py), whose largest score is the one that weights are relative to. Each
 column of a group's V has a power of two: with values of that column's typical size sums do not
 overflow as long as no score is more than ABOVE over that maximum:
 
@@ -10,7 +10,7 @@ overflow as long as no score is more than ABOVE over that maximum:
 What is typical is a mean of exponents, which a few values of any size, seen or not, hardly change.
 So a row may hold values far above, and with n_sel = 16 a single key may be 16 over the maximum, a
 factor of 65536 in its weight. A sum that overflows all the same stays infinite, and one whose row
-has become so small that fp16 has no bits for it is found too (block_attn_ends.py): such queries go
+has become so small that fp16 has no bits for it is found too (fwd_by_keys_ends.py): such queries go
 another way. Rounding: sums of 13 random blocks are off by 6e-4 of their norm, while rounding to
 bf16 alone costs 17e-4.
 """

@@ -1,6 +1,6 @@
 """Block scores and top-n selection (Eq. 9 and 10) in two kernels over slabs of queries.
 
-On Hopper block_score_hopper.py finds the scores.
+On Hopper score_hopper.py finds the scores.
 
 The score kernel recomputes the compressed probabilities from the kept log-sum-exp, pools them to
 selection blocks with a small matrix product and sums them over the heads of a group. The top-n
@@ -26,7 +26,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, sequence_of
-from nsa.kernels.prefill.span_common import load_rows, span_hi
+from nsa.kernels.prefill.span.common import load_rows, span_hi
 from nsa.kernels.row_tiles import k_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pow2, split_dim
 

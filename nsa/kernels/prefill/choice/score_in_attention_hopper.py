@@ -1,11 +1,11 @@
 """Block scores (Eq. 9 and 10) out of compressed attention's own probabilities, on Hopper.
 
-span_fwd_hopper.py has every probability in registers once. There a tile of them is pooled to sums
+span/fwd_hopper.py has every probability in registers once. There a tile of them is pooled to sums
 over blocks, which go in fp16, relative to the maximum of their row so far, to memory of the
 program's own. That holds one work item at a time: it is no matrix of scores, and fits the L2. When
 all tiles of an item are done and its rows' log-sum-exps known, the warp that wrote the sums reads
 them back, scales them and sums over the heads of each query. No product Q K^T is done again, which
-takes block_score_hopper.py half as many FLOPs as attention itself.
+takes score_hopper.py half as many FLOPs as attention itself.
 
 Every instruction in the loop over tiles counts, wherever it stands: with 320 of them more than
 without scores, 64k tokens of 64 heads in 4 groups took 5.3 ms more, with 107 3.1 (H200), where the
@@ -48,7 +48,7 @@ KEYS = 128  # of a tile, 32 blocks
 LEAST_KEYS, MOST_KEYS = 1000, 4096
 # Sums over blocks are kept in fp16, 2^LEAD times as large as probabilities relative to the maximum
 # so far: at most 2^15, since maxima may lag by 8. Down to 2^-19 of the maximum fp16 keeps 11 bits.
-# In fp16 the probabilities themselves are as large; in bf16 they stay below 1 (span_fwd_hopper.py)
+# In fp16 the probabilities themselves are as large; in bf16 they stay below 1 (span/fwd_hopper.py)
 # and the weights of their sums make up for it.
 LEAD = gl.constexpr(5.0)
 BF16_WEIGHT = 13  # base 2: LEAD and the lag of 8

@@ -1,7 +1,7 @@
 """The distinct blocks of a tile of neighbouring queries, in the order of their keys.
 
-block_attn_fwd_hopper.py reads each of them once, for all queries of the tile that chose it. Where
-few queries chose most of them it is faster to go by keys (block_attn_keys_hopper.py): those blocks
+fwd_hopper.py reads each of them once, for all queries of the tile that chose it. Where
+few queries chose most of them it is faster to go by keys (fwd_by_keys_hopper.py): those blocks
 are the rest of the tile, which is decided tile by tile and on the device.
 """
 
@@ -22,14 +22,14 @@ MOST_ENTRIES = 1024  # (query, rank) pairs of a tile that a program sorts
 PER_WARP = 128  # of them
 NO_ROW = tl.constexpr(0x7FFFFFFF)
 # What the forward takes, in 10 ps of an H200 at 16 heads of 128: to read a block that a tile shares
-# and for each query that chose it (block_attn_fwd_hopper.py); or for each pair of the rest
-# (block_attn_keys_hopper.py), for a block that is listed all the same, and to put both together
-# (block_attn_ends.py).
+# and for each query that chose it (fwd_hopper.py); or for each pair of the rest
+# (fwd_by_keys_hopper.py), for a block that is listed all the same, and to put both together
+# (fwd_by_keys_ends.py).
 READ, PAIR, REST_PAIR, DENSE, TOGETHER = 215, 95, 145, 950, 4800
 # Queries of a tile that a block needs for not going by keys, by heads of a group.
 LEAST = {4: 14, 8: 8, 16: 5}
-EIGHT = tl.constexpr(8)  # queries that share reads in block_attn_fwd_hopper.py
-ROWS = 64  # query heads that block_attn_ends.py does at a time
+EIGHT = tl.constexpr(8)  # queries that share reads in fwd_hopper.py
+ROWS = 64  # query heads that fwd_by_keys_ends.py does at a time
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TileBlocks:
     entries int64 [tiles, G, room]: row of the block's first key << 32 | mask of the queries that
     chose it, ascending; rows count over all sequences. counts int32 [tiles, G]: how many there are.
     rest: those that go by keys, which come after the others; None where none can. part: queries
-    that block_attn_ends.py does at a time then.
+    that fwd_by_keys_ends.py does at a time then.
     """
 
     entries: Tensor
@@ -53,7 +53,7 @@ class Rest(NamedTuple):
     """blocks int32 [.., G, n_sel * parts]: parts that few of a tile's queries chose, -1 in place of
     others. listed int32 [tiles, G]: how many of the entries are others; -1 where a tile does not go
     by keys. whole int32 [1 + eights * G], of tiles of EIGHT queries: how many do not, and
-    eight * G + group of each, in any order; block_attn_ends.py adds those that it cannot do. todo
+    eight * G + group of each, in any order; fwd_by_keys_ends.py adds those that it cannot do. todo
     int32 [tiles, G]: which parts of a tile are still to be done by those that read this list.
     """
 

@@ -4,9 +4,9 @@ not 7.
 A program owns one key tile of one group and walks a share of the queries that see it: S, P, dP and
 dS once per tile of queries, dK and dV in registers, dQ added to an fp32 buffer in global memory.
 The order of those additions changes from run to run, so gradients repeat up to the rounding of
-fp32; span_bwd.py keeps two passes that repeat bitwise. Queries of compressed attention are split at
-the same positions for every key tile: programs that run at the same time walk the same queries, so
-that Q, dO and dQ meet in L2.
+fp32; bwd_triton.py keeps two passes that repeat bitwise. Queries of compressed attention are split
+at the same positions for every key tile: programs that run at the same time walk the same queries,
+so that Q, dO and dQ meet in L2.
 
 The products of a tile of rows queue up, which Triton would wait for one by one, and the arithmetic
 runs beside them:
@@ -56,7 +56,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
 from nsa.kernels.prefill.releases import carve, program_barrier, tma_load, view, warpgroup_mma_wait
-from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
+from nsa.kernels.prefill.span.kinds import COMPRESSED, Span
 from nsa.kernels.prefill.sums import rounded, rounded_keys, zero_sums
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,

@@ -2,7 +2,7 @@
 
 No atomics in these two passes: a key tile's queries may be split over programs, each writing its
 own fp32 partial that a fixed-order sum joins, so gradients are bitwise repeatable. Where torch does
-not ask for deterministic algorithms, the one pass of span_bwd_hopper.py, whose gradients are not,
+not ask for deterministic algorithms, the one pass of bwd_hopper.py, whose gradients are not,
 takes their place.
 
 A gate g per (token, head) that multiplied the output afterwards needs hardly any code here: with
@@ -26,8 +26,8 @@ from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.marked_keys import keys_for_backward
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
-from nsa.kernels.prefill.span_common import load_kv, put_dq, span_hi, span_lo, span_part, span_tiles
-from nsa.kernels.prefill.span_kinds import COMPRESSED, Span
+from nsa.kernels.prefill.span.common import load_kv, put_dq, span_hi, span_lo, span_part, span_tiles
+from nsa.kernels.prefill.span.kinds import COMPRESSED, Span
 from nsa.kernels.row_tiles import head_tiles, kv_tiles, tma_usable
 from nsa.kernels.tiles import (
     LOG2E,

@@ -12,8 +12,8 @@ from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.limits import check_heads
 from nsa.kernels.prefill.marked_keys import marked
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
-from nsa.kernels.prefill.span_common import load_kv, span_hi, span_lo, span_part, span_tiles
-from nsa.kernels.prefill.span_kinds import Span
+from nsa.kernels.prefill.span.common import load_kv, span_hi, span_lo, span_part, span_tiles
+from nsa.kernels.prefill.span.kinds import Span
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import (
     LOG2E,

@@ -8,7 +8,7 @@ from torch import Tensor
 from nsa.checks import scale_of
 from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
-from nsa.kernels.prefill.ascending import ascending
+from nsa.kernels.prefill.blocks.ascending import ascending
 from nsa.kernels.prefill.limits import check_block_size, check_heads
 from nsa.layouts import outside, seen_rows, token_positions
 
@@ -30,7 +30,7 @@ def _block_attention(
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse, which has a gradient where it is asked for by return_lse."""
-    from nsa.kernels.prefill.block_attn_fwd import block_attention_fwd
+    from nsa.kernels.prefill.blocks.fwd_triton import block_attention_fwd
 
     return block_attention_fwd(
         q, k, v, block_indices, block_size=block_size, softmax_scale=softmax_scale,
@@ -52,7 +52,7 @@ def _block_attention_bwd(
     block_indices: Tensor, block_size: int, softmax_scale: float, cu_seqlens: Tensor | None,
     q_start: int, use_gluon: bool | None = None, grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from nsa.kernels.prefill.block_attn_bwd import block_attention_bwd
+    from nsa.kernels.prefill.blocks.bwd_triton import block_attention_bwd
 
     return block_attention_bwd(
         grad_out.contiguous(), q, k, v, out, lse, block_indices, block_size=block_size,

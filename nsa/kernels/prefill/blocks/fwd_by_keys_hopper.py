@@ -1,9 +1,9 @@
 """Forward of selection attention on Hopper, by blocks of keys, for what no neighbours share.
 
 A query that reads a block which none beside it chose takes 32 KB from the L2 for it. By blocks, as
-the backward goes (block_attn_bwd_hopper.py), a pair of a query and a block takes twice the 4 KB of
+the backward goes (bwd_hopper.py), a pair of a query and a block takes twice the 4 KB of
 a query of 16 heads: its Q, and the sums of exp2(s - top) V that go to the L2's adders in fp16
-(key_sums.py). block_attn_ends.py begins the sums, and top, and ends them.
+(fwd_by_keys_sums.py). fwd_by_keys_ends.py begins the sums, and top, and ends them.
 
 Three programs share a multiprocessor. Each has four warps, with a block's K and V and two places
 for 64 rows of Q, and for each place a warp that fetches rows, query by query, and adds what the
@@ -27,12 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill import block_lists, tile_blocks
-from nsa.kernels.prefill.block_attn_bwd_hopper import _head_tiles
-from nsa.kernels.prefill.key_sums import KeySums
+from nsa.kernels.prefill.blocks import lists_by_keys, tile_blocks
+from nsa.kernels.prefill.blocks.bwd_hopper import _head_tiles
+from nsa.kernels.prefill.blocks.fwd_by_keys_sums import KeySums
+from nsa.kernels.prefill.blocks.selection import Selection
 from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
-from nsa.kernels.prefill.selection import Selection
-from nsa.kernels.prefill.span_bwd_hopper import _tma_add, masked_rows
+from nsa.kernels.prefill.span.bwd_hopper import _tma_add, masked_rows
 from nsa.kernels.prefill.sums import MOST_PARTS
 from nsa.kernels.tiles import LOG2E
 
@@ -188,7 +188,7 @@ def _block_attn_keys_hopper_kernel(
     begin = gl.load(CHUNK_BEGIN + chunk, mask=live, other=0).to(gl.int32)
     end = gl.load(CHUNK_END + chunk, mask=live, other=0).to(gl.int32)
     tile = gl.load(CHUNK_TILE + chunk, mask=live, other=0)
-    group, _, n0, _, _, first_key = block_lists.keys_of_tile(
+    group, _, n0, _, _, first_key = lists_by_keys.keys_of_tile(
         tile, CU_SEQLENS, S_KV, G, per_seq, KEYS, VARLEN
     )
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -216,7 +216,7 @@ def _block_attn_keys_hopper_kernel(
 
 
 def usable(q: Tensor, v: Tensor, n_sel: int) -> bool:
-    """True where sums in fp16 serve a call that block_attn_fwd_hopper.py takes: bf16, whose
+    """True where sums in fp16 serve a call that fwd_hopper.py takes: bf16, whose
     rounding costs more than theirs, 4, 8 or 16 heads a group, 128 wide."""
     return (
         q.dtype == torch.bfloat16
@@ -228,14 +228,14 @@ def usable(q: Tensor, v: Tensor, n_sel: int) -> bool:
 
 
 def add_sums(q: Tensor, k: Tensor, v: Tensor, by: Selection, sums: KeySums) -> None:
-    """Add to sums, which block_attn_ends.py began, what by's blocks give, which are those of
+    """Add to sums, which fwd_by_keys_ends.py began, what by's blocks give, which are those of
     tile_blocks.Rest: a query sees all keys of them. For contiguous inputs that are usable()."""
     varlen, cu_seqlens, groups = by.packed, by.cu_seqlens, v.shape[-2]
     tokens, heads = q.numel() // (q.shape[-2] * WIDTH), q.shape[-2] // groups
     s_kv = cu_seqlens.numel() - 1 if varlen else k.shape[1]
     pairs = PAIRS[heads]
-    lists = block_lists.rows_of_tiles(by.blocks, 1, KEYS, s_kv, cu_seqlens, pairs)
-    pieces, _ = block_lists.pieces_in_order(lists, pairs, tokens, groups)  # a chunk each
+    lists = lists_by_keys.rows_of_tiles(by.blocks, 1, KEYS, s_kv, cu_seqlens, pairs)
+    pieces, _ = lists_by_keys.pieces_in_order(lists, pairs, tokens, groups)  # a chunk each
     chunks = (lists.chunk_tile, lists.chunk_begin, lists.chunk_end)
     q_tiles, sum_tiles = _head_tiles(q, groups), _head_tiles(sums.sums, groups)
     launch(

@@ -2,7 +2,7 @@
 
 A tile is as many consecutive queries as fill 64 rows with their heads. Where their choices agree,
 reading each block of the union once, with a mask of the queries that chose it, beats reading every
-query's blocks (block_attn_fwd.py). Whether it does is decided per tile on the device: unions are
+query's blocks (fwd_triton.py). Whether it does is decided per tile on the device: unions are
 filed into a list of work, from which a bounded number of programs takes (`ticket`); the queries of
 the other tiles go one by one. No host synchronisation.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill.selection import Selection
+from nsa.kernels.prefill.blocks.selection import Selection
 from nsa.kernels.tiles import arch_of, cdiv, pow2, sm_count
 
 # Blocks of a union per (query, block) pair of its tile, in 1/1024, up to which the union is faster.

@@ -4,11 +4,11 @@ begin, and what becomes of the sums.
 A program has 64 rows of a tile, some queries with all heads of a group. At the beginning each block
 that the tile lists (tile_blocks.py) is one product, with no weight for the rows that did not choose
 it. The largest score among these blocks, which a query's own neighbourhood belongs to, then stands
-for the largest of all, so that block_attn_keys_hopper.py need not look for it before it adds the
-others (key_sums.py says how far they may rise above it). At the end rows are divided by their
-weights, and the other branches' outputs join.
+for the largest of all, so that fwd_by_keys_hopper.py need not look for it before it adds the
+others (fwd_by_keys_sums.py says how far they may rise above it). At the end rows are divided by
+their weights, and the other branches' outputs join.
 
-A part is left to block_attn_fwd_hopper.py where a row is not finite by then: a score was too large
+A part is left to fwd_hopper.py where a row is not finite by then: a score was too large
 for fp16, or 0 * NaN came from a key that only a neighbour attends. Or where the largest of a row is
 so small that fp16's least steps, in the column whose scale is the smallest, are as much as what
 bf16 rounds: its values are far below what is typical of V.
@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.launch import launch
+from nsa.kernels.prefill.blocks.fwd_by_keys_sums import KeySums
+from nsa.kernels.prefill.blocks.selection import Selection
+from nsa.kernels.prefill.blocks.tile_blocks import EIGHT, TileBlocks
 from nsa.kernels.prefill.combine import Others, gated_sum
-from nsa.kernels.prefill.key_sums import KeySums
-from nsa.kernels.prefill.selection import Selection
 from nsa.kernels.prefill.sums import LEAST_SUM
-from nsa.kernels.prefill.tile_blocks import EIGHT, TileBlocks
 from nsa.kernels.row_tiles import row_tiles
 from nsa.kernels.tiles import LOG2E, dot_precision
 

@@ -1,6 +1,6 @@
 """Backward of selection attention on Hopper, in one pass by blocks of keys.
 
-The mathematics are those of the pass of block_attn_bwd.py that adds dQ, and so are the lists of the
+The mathematics are those of the pass of bwd_triton.py that adds dQ, and so are the lists of the
 rows that attend a block and the rounding, but for sums of dQ in fp16. Here a program has four warps
 with 64 keys and 64 rows of Q and dO at a time, and one more warp that moves rows, query by query,
 through the copy engine:
@@ -39,10 +39,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill import block_lists
+from nsa.kernels.prefill.blocks import lists_by_keys
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
-from nsa.kernels.prefill.span_bwd_hopper import _tma_add, bounded, finite, masked_rows
+from nsa.kernels.prefill.span.bwd_hopper import _tma_add, bounded, finite, masked_rows
 from nsa.kernels.prefill.sums import MOST_PARTS, HalfSums
 from nsa.kernels.prefill.warps import rounded_here
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
@@ -342,7 +342,7 @@ def _block_attn_bwd_hopper_kernel(
     end = gl.minimum(begin + SHARE, gl.load(CHUNK_END + chunk).to(gl.int32))
     end = gl.where(live, end, begin)
     tile = gl.load(CHUNK_TILE + chunk)
-    group, sequence, n0, n_keys, first_query, first_key = block_lists.keys_of_tile(
+    group, sequence, n0, n_keys, first_query, first_key = lists_by_keys.keys_of_tile(
         tile, CU_SEQLENS, S_KV, G, per_seq, KEYS, VARLEN
     )
     if not VARLEN:
@@ -440,7 +440,7 @@ def adds_halves(q: torch.Tensor, n_sel: int, block_size: int) -> bool:
 
 def add_block_gradients(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor,
-    delta: torch.Tensor, lists: block_lists.TileRows, cu_seqlens: torch.Tensor | None,
+    delta: torch.Tensor, lists: lists_by_keys.TileRows, cu_seqlens: torch.Tensor | None,
     softmax_scale: float, q_start: int, acc: torch.Tensor | HalfSums, out_k: torch.Tensor,
     out_v: torch.Tensor, any_negative: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -456,9 +456,9 @@ def add_block_gradients(
     sums, scales = acc[:2] if halves else (acc, delta)
     # Pairs of a program: many programs add dK and dV often, few spread over more queries than the
     # L2 holds. H200, 16 heads, 64k random blocks: 64 pairs 18.7 ms, 128 19.3; fp16 12.9 and 12.4.
-    share = min((2048 if halves else 1024) // heads, block_lists.CHUNK)
+    share = min((2048 if halves else 1024) // heads, lists_by_keys.CHUNK)
     tokens = lse.numel() // q.shape[-2]
-    pieces, per_chunk = block_lists.pieces_in_order(lists, share, tokens, groups)
+    pieces, per_chunk = lists_by_keys.pieces_in_order(lists, share, tokens, groups)
     launch(
         _block_attn_bwd_hopper_kernel, (pieces.numel() - 1,),
         k, v, lse, delta, scales, any_negative if signed else lse, _head_tiles(q, groups),

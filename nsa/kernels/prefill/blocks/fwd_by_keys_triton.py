@@ -19,10 +19,10 @@ from torch import Tensor
 
 from nsa.kernels.head_rows import head_rows, put_rows
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill.block_lists import Chunks, chunks_of, keys_of_tile
+from nsa.kernels.prefill.blocks.lists_by_keys import Chunks, chunks_of, keys_of_tile
+from nsa.kernels.prefill.blocks.selection import Selection
+from nsa.kernels.prefill.blocks.union_lists import UnionLists, in_union
 from nsa.kernels.prefill.packs import packed_tiles, token_sequences
-from nsa.kernels.prefill.selection import Selection
-from nsa.kernels.prefill.union_lists import UnionLists, in_union
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2
 
 # Bytes of partial outputs at a time. H200, 8 groups of 4 heads, 32k tokens: 1024 MiB 4.9 ms, 512

@@ -1,7 +1,7 @@
 """Block scores (Eq. 9 and 10) on Hopper: one warp loads, four warpgroups compute.
 
-The same function as _block_score_kernel of block_select.py, in Gluon, Triton's lower level, for
-what plain Triton cannot say:
+The same function as _block_score_kernel of score_topn_triton.py, in Gluon, Triton's lower level,
+for what plain Triton cannot say:
 - 256 rows share every key tile that is read from L2, and a program stays for many work items. No
   warp waits for others in the loop but for its turn (warps.py).
 - The four warpgroups take turns at the tensor cores. Without turns all have their products done at
@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill.block_select import Slab
+from nsa.kernels.prefill.choice.score_topn_triton import Slab
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, sequence_of
 from nsa.kernels.prefill.releases import carve, program_barrier, tma_load, warpgroup_mma_wait
-from nsa.kernels.prefill.span_common import span_hi
+from nsa.kernels.prefill.span.common import span_hi
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
     UNIT,

@@ -1,4 +1,4 @@
-"""The two kinds of key spans, free of Triton (see span_common.py for what they mean)."""
+"""The two kinds of key spans, free of Triton (see common.py for what they mean)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Forward of selection attention on Hopper: eight neighbouring queries share the blocks they read.
 
-What bounds the kernel of single queries (block_attn_fwd.py) is the L2, from which every query reads
+What bounds the kernel of single queries (fwd_triton.py) is the L2, from which every query reads
 its own blocks. Here a program has a tile of eight queries, a warp for each, and one more warp that
 brings every block of the tile once (tile_blocks.py), in the order of the keys, through a ring in
 shared memory: of random blocks that is a quarter of the reads at 4k tokens and 70 % at 64k. A warp
@@ -33,10 +33,11 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from nsa.kernels.launch import launch
-from nsa.kernels.prefill import block_attn_keys_hopper, tile_blocks
-from nsa.kernels.prefill.block_attn_ends import begin_tiles, end_tiles
+from nsa.kernels.prefill.blocks import fwd_by_keys_hopper, tile_blocks
+from nsa.kernels.prefill.blocks.fwd_by_keys_ends import begin_tiles, end_tiles
+from nsa.kernels.prefill.blocks.fwd_by_keys_sums import begin_sums
+from nsa.kernels.prefill.blocks.selection import Selection
 from nsa.kernels.prefill.combine import Others
-from nsa.kernels.prefill.key_sums import begin_sums
 from nsa.kernels.prefill.releases import (
     SINCE_3_9,
     carve,
@@ -44,7 +45,6 @@ from nsa.kernels.prefill.releases import (
     tma_load,
     warpgroup_mma_wait,
 )
-from nsa.kernels.prefill.selection import Selection
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
     START_REGISTERS,
@@ -437,7 +437,7 @@ def splits(q: Tensor, v: Tensor, n_parts: int, longest: int) -> bool:
     chose. longest: keys of the longest sequence. Sums by keys do not repeat bitwise."""
     heads = q.shape[-2] // v.shape[-2]
     return (
-        block_attn_keys_hopper.usable(q, v, n_parts)
+        fwd_by_keys_hopper.usable(q, v, n_parts)
         and longest >= SPLIT_KEYS[heads]
         and q.numel() // (q.shape[-2] * q.shape[-1]) >= SPLIT_QUERIES[heads]
         and not torch.are_deterministic_algorithms_enabled()
@@ -469,7 +469,7 @@ def attend_blocks(
     if split:
         sums = begin_sums(q, v, n_parts, KEYS, total)
         begin_tiles(q, k, v, by, lists, sums)
-        block_attn_keys_hopper.add_sums(q, k, v, by._replace(blocks=lists.rest.blocks), sums)
+        fwd_by_keys_hopper.add_sums(q, k, v, by._replace(blocks=lists.rest.blocks), sums)
         end_tiles(lists, sums, out if keep else None, lse, others, total)
         some = (lists.rest.whole, lists.rest.todo)
     programs = min(lists.counts.numel(), sm_count(q.device))

@@ -2,10 +2,10 @@
 
 A row is one token of one KV group with all its query heads (paper 3.4): the heads share the blocks,
 so a block's K and V are loaded once for all of them. The blocks end at the token itself.
-Neighbouring rows whose choices agree go together, as union tiles (union_lists.py, union_attn.py);
-with few heads the others go by key tiles (block_attn_outer.py). On Hopper eight neighbouring
-queries of 9 to 16 heads share what they read instead, and long sequences go by keys
-(block_attn_fwd_hopper.py).
+Neighbouring rows whose choices agree go together, as union tiles (union_lists.py and
+unions_triton.py); with few heads the others go by key tiles (fwd_by_keys_triton.py). On Hopper
+eight neighbouring queries of 9 to 16 heads share what they read instead, and long sequences go by
+keys (fwd_hopper.py).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import triton.language as tl
 from nsa.kernels.head_rows import put_rows, split_rows
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
-from nsa.kernels.prefill.block_attn_outer import block_attention_outer, outer_applies
+from nsa.kernels.prefill.blocks.fwd_by_keys_triton import block_attention_outer, outer_applies
+from nsa.kernels.prefill.blocks.selection import Selection
+from nsa.kernels.prefill.blocks.union_lists import in_union, lists_for
+from nsa.kernels.prefill.blocks.unions_triton import fwd_tiles as union_fwd_tiles
+from nsa.kernels.prefill.blocks.unions_triton import union_attention_fwd
 from nsa.kernels.prefill.combine import Others, combine_fwd
 from nsa.kernels.prefill.limits import check_heads
-from nsa.kernels.prefill.selection import Selection
-from nsa.kernels.prefill.span_common import load_kv
-from nsa.kernels.prefill.union_attn import fwd_tiles as union_fwd_tiles
-from nsa.kernels.prefill.union_attn import union_attention_fwd
-from nsa.kernels.prefill.union_lists import in_union, lists_for
+from nsa.kernels.prefill.span.common import load_kv
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_size, head_constants, pow2
 

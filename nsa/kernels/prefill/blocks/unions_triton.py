@@ -13,10 +13,10 @@ import triton.language as tl
 
 from nsa.kernels.head_rows import head_rows, put_rows, split_rows
 from nsa.kernels.launch import launch
+from nsa.kernels.prefill.blocks.selection import Selection
+from nsa.kernels.prefill.blocks.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
-from nsa.kernels.prefill.selection import Selection
-from nsa.kernels.prefill.span_common import load_kv, put_dq
-from nsa.kernels.prefill.union_lists import UNIONS_PER_SM, UnionLists, programs, ticket
+from nsa.kernels.prefill.span.common import load_kv, put_dq
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, datacenter, dot_size, head_constants
 

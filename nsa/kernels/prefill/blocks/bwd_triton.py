@@ -1,9 +1,9 @@
 """Selection attention by block indices, backward: by key tiles, dQ by atomics or in its own pass.
 
-dK and dV walk the inverted lists (block_lists.py): a program owns a chunk of the rows that attend
+dK and dV walk the inverted lists (lists_by_keys.py): a program owns a chunk of the rows that attend
 one key tile, keeps K, V, dK and dV of the tile on chip and gathers rows of Q and dO. It can add
 dQ = dS K of each row to an fp32 buffer, and dK and dV too: one pass, gradients that repeat up to
-the rounding of fp32; in Gluon it is block_attn_bwd_hopper.py. Where torch asks for deterministic
+the rounding of fp32; in Gluon it is bwd_hopper.py. Where torch asks for deterministic
 algorithms, chunks write fp32 partials that are summed in a fixed order, and dQ runs in the order of
 the forward, by union tiles where they pay (union_lists.py).
 """
@@ -20,18 +20,18 @@ import triton.language as tl
 from nsa.kernels.head_rows import head_rows, split_rows
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
-from nsa.kernels.prefill.block_attn_fwd import past_blocks, token_position
-from nsa.kernels.prefill.block_lists import TileRows, keys_of_tile, rows_of_tiles
+from nsa.kernels.prefill.blocks.fwd_triton import past_blocks, token_position
+from nsa.kernels.prefill.blocks.lists_by_keys import TileRows, keys_of_tile, rows_of_tiles
+from nsa.kernels.prefill.blocks.selection import Selection
+from nsa.kernels.prefill.blocks.union_lists import in_union, lists_for
+from nsa.kernels.prefill.blocks.unions_triton import dq_tiles as union_dq_tiles
+from nsa.kernels.prefill.blocks.unions_triton import union_attention_dq
 from nsa.kernels.prefill.delta import attention_delta
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.limits import check_block_size
 from nsa.kernels.prefill.marked_keys import keys_for_backward, values_for_backward
-from nsa.kernels.prefill.selection import Selection
-from nsa.kernels.prefill.span_common import load_kv, put_dq
+from nsa.kernels.prefill.span.common import load_kv, put_dq
 from nsa.kernels.prefill.sums import HalfSums, rounded, rounded_keys, zero_halves, zero_sums
-from nsa.kernels.prefill.union_attn import dq_tiles as union_dq_tiles
-from nsa.kernels.prefill.union_attn import union_attention_dq
-from nsa.kernels.prefill.union_lists import in_union, lists_for
 from nsa.kernels.row_tiles import kv_tiles, tma_usable
 from nsa.kernels.tiles import (
     LOG2E,
