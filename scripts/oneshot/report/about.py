@@ -35,11 +35,20 @@ HEALTH = {  # key: (words, unit)
     "power_default_w": ("power limit by default", "W"),
     "ecc_uncorrected": ("uncorrected ECC errors", ""),
     "memory_used_by_others_mib": ("memory that others use", "MiB"),
+    "memory_test_mib": ("memory that was written and read back", "MiB"),
+    "memory_test_patterns": ("patterns it was written with", ""),
+    "memory_wrong_words": ("words that came back wrong", ""),
 }
+for _dtype in ("bf16", "fp32"):
+    HEALTH |= {
+        f"{_dtype}_product_repeats": (f"{_dtype} matmul made again", "times"),
+        f"{_dtype}_products_differing": (f"{_dtype} matmuls that differed from the first", ""),
+        f"{_dtype}_product_values_wrong": (f"{_dtype} values that differ from exact ones", ""),
+    }
 HEALTH_SHARE = {"copy_gbs": "copy_frac", "gemm_bf16_tflops": "gemm_frac"}
 # Of the software and the commit, which stand under This run, and of how the floor was found.
 HEALTH_LEFT = "device torch triton cuda driver commit date precision stage why status kind gpu"
-HEALTH_LEFT += " copy_frac gemm_frac aa_worst aa_trials"
+HEALTH_LEFT += " copy_frac gemm_frac aa_worst aa_trials bf16_product_seed fp32_product_seed"
 
 
 def health(view: View) -> Section:

@@ -641,6 +641,10 @@ def main(argv: list[str]) -> int:
 
 def _main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    for name, given in (("PROFILE", args.profile != "auto"), ("BUDGET", args.budget)):
+        if name in os.environ and not given:
+            option = f"--{name.lower()}, or {name}=... behind make gpu-report"
+            say(f"{name} of the environment means nothing here; give {option}")
     out = (args.out_dir or ROOT / "artifacts" / "runner").resolve()
     stop = Stop(then=box.abort)
     if not (args.dry_run or args.detach):
