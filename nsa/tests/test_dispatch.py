@@ -19,7 +19,7 @@ import nsa
 from nsa import device, dispatch, errors
 from nsa.dispatch import Branch, Request, Route, RouteUnavailable, decide, guarded, why_not
 from nsa.flags import Flags
-from nsa.tests.helpers import make_block_indices, make_qkv, make_ranges, randn
+from nsa.tests.helpers import make_block_indices, make_qkv, randn
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = Request(Branch.SELECTED, "cuda", "bfloat16", 128, 128, 8192, capability=(9, 0), no_fa2=None)
@@ -135,27 +135,20 @@ def rungs(**results):
     }
 
 
-def test_error_of_a_rung_falls_to_the_next_and_keeps_the_reason(capsys):
-    flags = replace(ON, debug_log=True)
-    calls = rungs(triton=RuntimeError("PTX failed"), sdpa="s", reference="r")
-    with dispatch.trace() as taken:
-        result, decision = guarded(GPU, calls, flags)
-    assert (result, decision.route, decision.fallback_reason) == ("s", Route.SDPA, "launch_error")
-    assert taken == [decision]
-    line = capsys.readouterr().err
-    assert "NSA-LOG sel.triton.fallback reason=launch_error error=RuntimeError:_PTX_failed" in line
-
-
-@pytest.mark.parametrize("error, reason", [
-    (NotImplementedError("no"), "unsupported"), (RuntimeError("PTX failed"), "launch_error"),
-    (RouteUnavailable("triton", "head_dim"), "head_dim"),
+@pytest.mark.parametrize("error, reason, told", [
+    (NotImplementedError("no"), "unsupported", "NotImplementedError:_no"),
+    (RuntimeError("PTX failed"), "launch_error", "RuntimeError:_PTX_failed"),
+    (RouteUnavailable("triton", "head_dim"), "head_dim", "RouteUnavailable:_"),
 ])  # fmt: skip
-def test_reason_of_a_failed_rung(error, reason):
+def test_error_of_a_rung_falls_to_the_next_and_keeps_the_reason(error, reason, told, capsys):
     """And the rung after it that policy forbids is passed over."""
-    flags = replace(ON, use_sel_pack=False)
-    result, decision = guarded(GPU, rungs(triton=error, sdpa="s", reference="r"), flags)
-    assert result == "r"
+    flags = replace(ON, use_sel_pack=False, debug_log=True)
+    with dispatch.trace() as taken:
+        result, decision = guarded(GPU, rungs(triton=error, sdpa="s", reference="r"), flags)
+    assert (result, decision.route, taken) == ("r", Route.REFERENCE, [decision])
     assert decision.rejected == ((Route.TRITON, reason), (Route.SDPA, "not_enabled"))
+    line = f"NSA-LOG sel.triton.fallback reason={reason} error={told}"
+    assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [
@@ -180,12 +173,12 @@ FINAL_WORDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("prefix", ["CUDA error: ", "Triton Error [CUDA]: "])
-def test_the_words_of_sticky_errors_are_known(prefix):
-    assert [w for w in FINAL_WORDS if not errors.is_sticky(RuntimeError(prefix + w))] == []
-    for words in ("invalid device function", "too many resources requested for launch",
-                  "no kernel image is available", "invalid argument"):  # fmt: skip
-        assert not errors.must_raise(RuntimeError(prefix + words))
+def test_the_words_of_sticky_errors_are_known():
+    for prefix in ("CUDA error: ", "Triton Error [CUDA]: "):
+        assert [w for w in FINAL_WORDS if not errors.is_sticky(RuntimeError(prefix + w))] == []
+        for words in ("invalid device function", "too many resources requested for launch",
+                      "no kernel image is available", "invalid argument"):  # fmt: skip
+            assert not errors.must_raise(RuntimeError(prefix + words))
 
 
 FINAL_NAMES = {f"CUDA_ERROR_{name}" for name in """
@@ -275,25 +268,23 @@ def in_silence():
     (dict(d_k=100), Flags(), "multiples of 8.*Dk=100"),
     (dict(d_v=264), Flags(), "up to 256.*Dv=264"), (dict(forward_ad=True), Flags(), "forward mode"),
     (dict(needs_grad=True), Flags(sel_triton_allow_grad=False), "NSA_SEL_TRITON_ALLOW_GRAD=0"),
+    # Where PyTorch is right nothing is told: below the threshold it is the faster one, and a step
+    # that needs a gradient is composed of kernels.
+    (CPU, Flags(), None), (dict(capability=(7, 5)), Flags(), None),
+    (dict(key_len=8), Flags(), None), (dict(branch=Branch.STEP, needs_grad=True), Flags(), None),
 ])  # fmt: skip
 def test_a_gpu_that_runs_pytorch_says_so_once_per_cause(change, flags, told):
-    run = lambda r: guarded(replace(r, **change), rungs(sdpa="s", reference="r"), flags)
-    with pytest.warns(RuntimeWarning, match=f"PyTorch serves instead.*{told}"):
-        run(GPU)
+    run = lambda **more: guarded(
+        replace(GPU, **{**more, **change}), rungs(sdpa="s", reference="r"), flags
+    )
+    if told:
+        with pytest.warns(RuntimeWarning, match=f"PyTorch serves instead.*{told}"):
+            run()
     with in_silence():
-        run(GPU)
-        run(WIN)
-
-
-@pytest.mark.parametrize("request_, flags, backend", [
-    (replace(GPU, **CPU), Flags(), None), (replace(GPU, capability=(7, 5)), Flags(), None),
-    (replace(GPU, key_len=8), Flags(), None),  # below the threshold PyTorch is the faster one
-    (GPU, Flags(use_triton_sel=False), "sdpa"),  # asked for by name
-    (replace(STEP, needs_grad=True), Flags(), None),  # composed of kernels
-])  # fmt: skip
-def test_nothing_is_told_where_pytorch_is_right(request_, flags, backend):
-    with in_silence():
-        guarded(request_, rungs(sdpa="s", reference="r"), flags, backend)
+        run()
+        if told:
+            run(branch=Branch.SLIDING)
+        guarded(GPU, rungs(sdpa="s"), Flags(use_triton_sel=False), "sdpa")  # asked for by name
 
 
 def test_a_hopper_gpu_without_its_kernels_is_told_once(monkeypatch):
@@ -402,18 +393,6 @@ def test_routes_of_a_cpu(flags, routes):
             nsa.nsa_attention(*args, **sizes, flags=flags, backend="triton")
 
 
-@pytest.mark.parametrize("given", [
-    {"ranges": make_ranges("mixed", 1, 16, 2, 16, 9)},
-    {"block_indices": make_block_indices("random", 1, 16, 2, 2, 4), "block_size": 4},
-], ids=["ranges", "blocks"])  # fmt: skip
-def test_selection_policy_through_the_public_function(given, monkeypatch):
-    monkeypatch.setenv("NSA_USE_TRITON_SEL", "1")
-    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "1")
-    with dispatch.trace() as taken:
-        nsa.selection_attention(*make_qkv(1, 16, 4, 2, 16), **given)
-    assert [(d.route, d.fallback_reason) for d in taken] == [(Route.SDPA, "no_cuda")]
-
-
 def test_cpu_run_never_imports_triton():
     code = (
         "import sys, torch, nsa\n"
@@ -449,57 +428,40 @@ def test_forward_mode_derivatives_take_no_kernel():
     assert taken[0].route in (Route.SDPA, Route.REFERENCE)
 
 
-@pytest.fixture
-def key_lens(monkeypatch):
-    """(branch, its key_len) of what is run."""
-    seen, real = [], dispatch.run
-
-    def run(branch, *args, key_len):
-        seen.append((branch, key_len))
-        return real(branch, *args, key_len=key_len)
-
+def test_thresholds_see_the_keys_of_chunks_and_of_the_longest_sequence(monkeypatch):
+    """But not those of the branches of a whole attention, which go one by one with FA-2 or a debug
+    flag: packing would be what the threshold costs."""
+    run = mock.Mock(wraps=dispatch.run)
     monkeypatch.setattr(dispatch, "run", run)
-    return seen
-
-
-def test_the_threshold_is_not_about_the_branches_of_a_whole_attention(key_lens):
-    """With FA-2 or a debug flag the branches go one by one; packing would be what it costs."""
     flags = Flags(use_triton_sel=True, use_fa2=True, sel_triton_min_L=4096)
     args, sizes = layer()
     nsa.nsa_attention(*args, **sizes, flags=flags)
-    assert (Branch.SELECTED, None) in key_lens
+    key_lens = lambda: [(c.args[0], c.kwargs["key_len"]) for c in run.call_args_list]
+    assert (Branch.SELECTED, None) in key_lens()
+    run.reset_mock()
     blocks = torch.zeros(1, 40, 2, 1, dtype=torch.int32)
     nsa.selection_attention(args[0], *args[3:5], blocks, block_size=8, flags=flags)
-    assert key_lens[-1] == (Branch.SELECTED, 8)
-
-
-def test_thresholds_see_the_keys_of_chunks_and_of_the_longest_sequence(key_lens):
     q, k, v = make_qkv(1, 40, 4, 2, 8)
-    cmp = dict(l=8, d=4)
+    cmp, cu = dict(l=8, d=4), torch.tensor([0, 6, 40], dtype=torch.int32)
     nsa.compressed_attention(q[:, :1], k[:, :9], v[:, :9], **cmp, q_start=39)
     nsa.sliding_attention(q[:, :1], k, v, window=64)
-    assert key_lens == [(Branch.COMPRESSED, 9), (Branch.SLIDING, 40)]
-    cu = torch.tensor([0, 6, 40], dtype=torch.int32)
     nsa.compressed_attention(q[0], k[0, :7], v[0, :7], **cmp, cu_seqlens=cu)
     nsa.sliding_attention(q[0], k[0], v[0], window=64, cu_seqlens=cu)
-    assert key_lens[2:] == [(Branch.COMPRESSED, 7), (Branch.SLIDING, 34)]
+    assert key_lens() == [
+        (Branch.SELECTED, 8), (Branch.COMPRESSED, 9), (Branch.SLIDING, 40),
+        (Branch.COMPRESSED, 7), (Branch.SLIDING, 34),
+    ]  # fmt: skip
 
 
 def test_a_gradient_of_any_tensor_counts_for_the_operator_of_all_branches(monkeypatch):
     """Its backward gives all of them: that of the gates alone needs it as well."""
-    seen = []
-    real = dispatch.why_not
-
-    def asked(route, request, flags, **how):
-        if (route, request.branch) == (Route.TRITON, Branch.PREFILL):
-            seen.append(request.needs_grad)
-        return real(route, request, flags, **how)
-
+    asked = mock.Mock(wraps=dispatch.why_not)
     monkeypatch.setattr(dispatch, "why_not", asked)
     args, sizes = layer()
-    for i in range(len(args)):
-        nsa.nsa_attention(*(x.requires_grad_() if i == j else x.detach()
-                            for j, x in enumerate(x.clone() for x in args)), **sizes)  # fmt: skip
-    assert seen == [True] * 8
-    nsa.nsa_attention(*args, **sizes)
-    assert seen[8:] == [False]
+    for needed in range(len(args) + 1):
+        nsa.nsa_attention(
+            *(x.clone().requires_grad_(i == needed) for i, x in enumerate(args)), **sizes
+        )
+    requests = [call.args[1] for call in asked.call_args_list if call.args[0] is Route.TRITON]
+    seen = [r.needs_grad for r in requests if r.branch is Branch.PREFILL]
+    assert seen == [True] * 8 + [False]
