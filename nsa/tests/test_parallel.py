@@ -44,6 +44,7 @@ from nsa.tests.helpers import assert_raises
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(l=8, d=4, l_sel=8, n_sel=3, window=9)
 LAYER = dict(dim=16, heads=4, groups=2, d_k=8, l=8, d=4, l_sel=8, n_sel=3, w=9)
+CONFIG = NSAConfig(**{**LAYER, "n_sel": 5}, d_v=16, phi="mean")
 NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 TOLERANCE = {F64: 1e-10, F32: 2e-5, BF16: 4e-2, F16: 2e-2}
@@ -54,21 +55,21 @@ def _close(got: Any, want: Any, like: torch.dtype = F64, **how: Any) -> None:
     torch.testing.assert_close(got, want, rtol=tol, atol=tol, **how)
 
 
-def _drawn(B: int, S: int, dtype: torch.dtype, shapes: dict[str, tuple[int, ...]]) -> dict:
+def _tokens(
+    B: int, S: int, dtype: torch.dtype = F64, c: NSAConfig = CONFIG
+) -> dict[str, torch.Tensor]:
+    """q, gates, raw keys and values, and the output's gradient of S tokens."""
     gen = torch.Generator().manual_seed(S)
+    shapes = {"q": (c.heads, c.d_k), "gates": (c.heads, 3), "do": (c.heads, c.d_v)}
+    for branch in ("cmp", "sel", "win"):
+        shapes |= {f"k_{branch}": (c.groups, c.d_k), f"v_{branch}": (c.groups, c.d_v)}
     draw = lambda shape: torch.randn(B, S, *shape, generator=gen, dtype=F64).to(dtype)
     return {n: draw(shape) for n, shape in shapes.items()}
 
 
-def _inputs(B: int, S: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    shapes = {"q": (4, 8), "gates": (4, 3), "do": (4, 16)}
-    shapes |= {f"{x}_{b}": (2, 8 if x == "k" else 16) for x in "kv" for b in ("cmp", "sel", "win")}
-    return _drawn(B, S, dtype, shapes)
-
-
 def _shards(world: int) -> dict[str, torch.Tensor]:
     """This rank's chunks of 16 tokens for each rank."""
-    return {n: parallel.shard(t) for n, t in _inputs(1, 16 * world, F32).items()}
+    return {n: parallel.shard(t) for n, t in _tokens(1, 16 * world, F32).items()}
 
 
 def _over_ranks(x: dict[str, torch.Tensor], **how: Any) -> Any:
@@ -97,27 +98,36 @@ def _phi(name: str, width: int, sizes: dict[str, int], dtype: torch.dtype) -> An
 def _run_case(name: str, rank: int, world: int) -> None:
     B, c, dtype, change = CASES[name]
     sizes = {**SIZES, **change}
-    full = _inputs(B, 2 * world * c, dtype)
+    full = _tokens(B, 2 * world * c, dtype)
     phi_k, phi_v = _phi(name, 8, sizes, dtype), _phi(name, 16, sizes, dtype)
-    weights = [p for phi in (phi_k, phi_v) if name == "mlp" for p in phi.parameters()]
+    backend = "reference" if dtype == F64 else None
+    _check_chunks(full, phi_k, phi_v, dtype, backend=backend, **sizes)
+
+
+def _check_chunks(full: dict, phi_k: Any, phi_v: Any, like: torch.dtype, **how: Any) -> Any:
+    """Outputs, blocks and gradients are those of the whole sequence. Returns the routes and the
+    launches of the chunks."""
+    weights = [p for phi in (phi_k, phi_v) for p in getattr(phi, "parameters", list)()]
     leaves = [full[n].clone().requires_grad_() for n in NAMES]
     q, k_cmp, v_cmp, *rest = leaves
-    how = dict(backend="reference" if dtype == F64 else None, return_aux=True, **sizes)
+    how["return_aux"] = True
     want, want_aux = nsa_attention(q, phi_k(k_cmp), phi_v(v_cmp), *rest, **how)
     want_grads = torch.autograd.grad(want, [*leaves, *weights], full["do"])
     mine = {n: parallel.shard(full[n]).clone().requires_grad_() for n in NAMES}
-    got, aux = _over_ranks(mine, phi_k=phi_k, phi_v=phi_v, **how)
-    leaves = [*mine.values(), *weights]
-    grads = list(torch.autograd.grad(got, leaves, parallel.shard(full["do"])))
+    with launches.recording() as counts:
+        got, aux = _over_ranks(mine, phi_k=phi_k, phi_v=phi_v, **how)
+        leaves = [*mine.values(), *weights]
+        grads = list(torch.autograd.grad(got, leaves, parallel.shard(full["do"])))
     assert torch.equal(aux["block_indices"], parallel.shard(want_aux["block_indices"]))
-    _close(got, parallel.shard(want), dtype)
-    _close(aux["lse"], parallel.shard(want_aux["lse"]), dtype)
+    _close(got, parallel.shard(want), like)
+    _close(aux["lse"], parallel.shard(want_aux["lse"]), like)
     for n, g, w in zip(NAMES, grads, want_grads, strict=False):
-        _close(g, parallel.shard(w), dtype, msg=lambda m, n=n: f"d{n}: {m}")
+        _close(g, parallel.shard(w), like, msg=lambda m, n=n: f"d{n}: {m}")
     for g, w in zip(grads[len(NAMES) :], want_grads[len(NAMES) :], strict=True):
         dist.all_reduce(g)
-        _close(g, w, dtype)
-    _close(parallel.unshard(got), want.detach(), dtype)
+        _close(g, w, like)
+    _close(parallel.unshard(got), want.detach(), like)
+    return aux["routes"], counts
 
 
 # What else every rank does, by name.
@@ -131,21 +141,33 @@ def job(run: Callable[[int, int], None]) -> Callable[[int, int], None]:
 
 @job
 def _layer(rank: int, world: int) -> None:
-    """A whole layer by DeviceMesh: positions of the rotary embedding and phi are right too."""
+    """A whole layer by DeviceMesh: positions of the rotary embedding and phi are right too. Its
+    prefill from shards fills a cache; its steps are forward()'s rows."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("context",))
     torch.manual_seed(0)
-    layer = NSAAttention(NSAConfig(d_v=8, **LAYER), backend="reference").double()
-    x = torch.randn(1, 16 * world, 16, dtype=F64)
-    want = layer(x)
-    want_grads = torch.autograd.grad(want.square().sum(), list(layer.parameters()))
-    got = parallel.nsa_layer_parallel(layer, parallel.shard(x, mesh), mesh["context"])
-    _close(got, parallel.shard(want, mesh))
+    config = dataclasses.replace(CONFIG, phi="mlp")
+    layer, S = NSAAttention(config, backend="reference").double(), 24 * world
+    x = torch.randn(1, S + 18, config.dim, dtype=F64)
+    want, mine = layer(x), parallel.shard(x[:, :S], mesh)
+    want_grads = torch.autograd.grad(want[:, :S].square().sum(), list(layer.parameters()))
+    got = parallel.nsa_layer_parallel(layer, mine, mesh["context"])
+    _close(got, parallel.shard(want[:, :S], mesh))
     grads = torch.autograd.grad(got.square().sum(), list(layer.parameters()))
     for g, w in zip(grads, want_grads, strict=True):
         dist.all_reduce(g)
         torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-9)
+    cache, alone = ParallelNSACache(config, 1, S + 18, dtype=F64), layer.make_cache(1, S)
+    prefill = lambda cache: parallel.nsa_layer_parallel(layer, mine, cache=cache)
+    _close(parallel.unshard(prefill(cache)), want[:, :S].detach())
+    assert cache.lengths == [S]
+    for at, end in ((S, S + 10), *((t, t + 1) for t in range(S + 10, S + 18))):
+        _close(layer.step(x[:, at:end], cache), want[:, at:end].detach())
+    assert_raises(
+        (ValueError, "cache must be empty, it holds", lambda: prefill(cache)),
+        (ValueError, "cache must be a ParallelNSACache of this group", lambda: prefill(alone)),
+    )
 
 
 @job
@@ -210,17 +232,6 @@ class _HostTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func.name().startswith("aten::lift_fresh")
         return func(*args, **(kwargs or {}))
-
-
-@job
-def _no_waiting(rank: int, world: int) -> None:
-    """Unchecked, nothing before attention makes the host wait for the device."""
-    nothing = lambda q, *rest, **how: (q, {"block_indices": None, "lse": None, "routes": {}})
-    with mock.patch.object(parallel, "nsa_attention", nothing), _HostTensors() as seen:
-        _over_ranks(_shards(world), check=False, backend=None)
-        assert seen.count == 0, seen.count
-        torch.zeros(2)[[0]]
-        assert seen.count == 1, seen.count
 
 
 def _bad(**change: Any) -> Callable[[dict, dict], None]:
@@ -299,23 +310,12 @@ def _run_bad(kind: str, rank: int, world: int) -> str:
 
 # ---- decode: a cache over ranks ------------------------------------------------------------------
 
-CONFIG = NSAConfig(**{**LAYER, "n_sel": 5}, d_v=16, phi="mean")
-
-
-def _tokens(config: NSAConfig, B: int, S: int, dtype: torch.dtype = F64) -> dict[str, torch.Tensor]:
-    """q, gates and raw keys and values of S tokens."""
-    c = config
-    shapes = {"q": (c.heads, c.d_k), "gates": (c.heads, 3)}
-    for branch in ("cmp", "sel", "win"):
-        shapes |= {f"k_{branch}": (c.groups, c.d_k), f"v_{branch}": (c.groups, c.d_v)}
-    return _drawn(B, S, dtype, shapes)
-
 
 def _append(cache: NSACache, x: dict[str, torch.Tensor], first: int, last: int) -> Any:
     """Append tokens first to last; the window's keys where they are more than a step."""
     c = cache.config
     phi = lambda t: mean_pool(t, c.l, c.d)
-    new = BranchKV(**{n: t[:, first:last] for n, t in x.items() if n not in ("q", "gates")})
+    new = BranchKV(**{n: x[n][:, first:last] for n in NAMES[1:-1]})
     near = None
     if last - first > cache.max_step:
         near = cache.window_with(new.k_win, new.v_win)
@@ -355,7 +355,7 @@ def _run_steps(name: str) -> None:
     B, prompt, steps, dtype, change = STEPS[name]
     config = dataclasses.replace(CONFIG, **change)
     S = prompt + sum(steps)
-    x, scale = _tokens(config, B, S, dtype), 0.7 if name == "after-a-prompt" else None
+    x, scale = _tokens(B, S, dtype, config), 0.7 if name == "after-a-prompt" else None
     how = dict(backend="reference", softmax_scale=scale)
     ours, alone = (kind(config, B, S, dtype=dtype) for kind in (ParallelNSACache, NSACache))
     if prompt:
@@ -379,7 +379,7 @@ def _run_steps(name: str) -> None:
 
 @job
 def _default_route_and_growth(rank: int, world: int) -> None:
-    x, chunks = _tokens(CONFIG, 1, 60, F32), [(0, 50), (50, 51), (51, 51), (51, 60)]
+    x, chunks = _tokens(1, 60, F32), [(0, 50), (50, 51), (51, 51), (51, 60)]
     for most, parts in ((60, chunks), (4, [(i, i + 1) for i in range(40)])):
         ours = ParallelNSACache(CONFIG, 1, most, growable=most == 4)
         alone = NSACache(CONFIG, 1, 60)
@@ -390,7 +390,7 @@ def _default_route_and_growth(rank: int, world: int) -> None:
 @job
 def _ties(rank: int, world: int) -> None:
     """Equal scores everywhere: the lower block wins, whoever has it."""
-    x = _tokens(CONFIG, 1, 90)
+    x = _tokens(1, 90)
     x["k_cmp"] = torch.ones_like(x["k_cmp"])
     ours = ParallelNSACache(CONFIG, 1, 90, dtype=F64)
     _append(ours, x, 0, 89)
@@ -401,8 +401,8 @@ def _ties(rank: int, world: int) -> None:
 @job
 def _unseen(rank: int, world: int) -> None:
     """What lies behind the lengths, of longer sequences before, has no effect, NaN included."""
-    x, outs = _tokens(CONFIG, 1, 70), []
-    bad = {n: torch.full_like(t, torch.nan) for n, t in _tokens(CONFIG, 1, 100).items()}
+    x, outs = _tokens(1, 70), []
+    bad = {n: torch.full_like(t, torch.nan) for n, t in _tokens(1, 100).items()}
     for used in (False, True):
         cache = ParallelNSACache(CONFIG, 1, 100, dtype=F64)
         if used:
@@ -417,7 +417,7 @@ def _unseen(rank: int, world: int) -> None:
 def _mixed(rank: int, world: int) -> None:
     """Sequences of different lengths as one batch, taken apart, turned round and rewound."""
     lengths, order = (5, 77, 40), [2, 0, 1]
-    x = [_tokens(CONFIG, 1, n + 12) for n in lengths]
+    x = [_tokens(1, n + 12) for n in lengths]
     caches = [ParallelNSACache(CONFIG, 1, 100, dtype=F64) for _ in x]
     for cache, one, n in zip(caches, x, lengths, strict=True):
         _append(cache, one, 0, n)
@@ -439,27 +439,6 @@ def _mixed(rank: int, world: int) -> None:
 
 
 @job
-def _layer_cached(rank: int, world: int) -> None:
-    """A layer's prefill from shards fills the cache; its steps are forward()'s rows."""
-    torch.manual_seed(0)
-    config = dataclasses.replace(CONFIG, phi="mlp")
-    layer = NSAAttention(config, backend="reference").double()
-    S = 2 * world * config.d * 3
-    x = torch.randn(1, S + 18, config.dim, dtype=F64)
-    want, mine = layer(x), parallel.shard(x[:, :S])
-    cache, alone = ParallelNSACache(config, 1, S + 18, dtype=F64), layer.make_cache(1, S)
-    prefill = lambda cache: parallel.nsa_layer_parallel(layer, mine, cache=cache)
-    _close(parallel.unshard(prefill(cache)), want[:, :S])
-    assert cache.lengths == [S]
-    for at, end in ((S, S + 10), *((t, t + 1) for t in range(S + 10, S + 18))):
-        _close(layer.step(x[:, at:end], cache), want[:, at:end])
-    assert_raises(
-        (ValueError, "cache must be empty, it holds", lambda: prefill(cache)),
-        (ValueError, "cache must be a ParallelNSACache of this group", lambda: prefill(alone)),
-    )
-
-
-@job
 def _model(rank: int, world: int) -> None:
     """Whole models decode with it, and prefill their prompts in chunks."""
     torch.manual_seed(0)
@@ -475,7 +454,7 @@ def _exchanges(rank: int, world: int) -> None:
     """Three exchanges a step, of as many bytes as the module's docstring says, and each rank keeps
     its part of the tokens alone."""
     B, S, c = 2, 16 * world, CONFIG
-    x = _tokens(c, B, S, F32)
+    x = _tokens(B, S, F32)
     cache = ParallelNSACache(c, B, S, check=False)
     _append(cache, x, 0, S - 1)
     with mock.patch.object(exchange, "_ALL_GATHER", side_effect=exchange._ALL_GATHER) as gather:
@@ -490,25 +469,31 @@ def _exchanges(rank: int, world: int) -> None:
 
 
 @job
-def _no_waiting_steps(rank: int, world: int) -> None:
-    """Unchecked, nothing of a step but attention itself makes the host wait for the device."""
+def _no_waiting(rank: int, world: int) -> None:
+    """Unchecked, nothing of a call or a step but attention itself makes the host wait for the
+    device."""
+    nothing = lambda q, *rest, **how: (q, {"block_indices": None, "lse": None, "routes": {}})
 
     def attention(q: Any, k: Any, v: Any, ranges: Any, return_lse: bool = False, **how: Any) -> Any:
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         return (out, q.new_zeros(q.shape[:-1])) if return_lse else out
 
-    x = _tokens(CONFIG, 1, 50, F32)
+    x, shards = _tokens(1, 50, F32), _shards(world)
     cache = ParallelNSACache(CONFIG, 1, 50, check=False)
     _append(cache, x, 0, 48)
     refuse = mock.Mock(side_effect=AssertionError("a value was read on the host"))
     with (
+        mock.patch.object(parallel, "nsa_attention", nothing),
         mock.patch.object(parallel_cache, "selection_attention", attention),
         mock.patch.object(torch.Tensor, "tolist", refuse),
         mock.patch.object(torch.Tensor, "item", refuse),
         _HostTensors() as seen,
     ):
+        _over_ranks(shards, check=False, backend=None)
         _step(cache, x, 48, 50)
-    assert seen.count == 0, seen.count
+        assert seen.count == 0, seen.count
+        torch.zeros(2)[[0]]
+        assert seen.count == 1, seen.count
 
 
 # What every rank but the last says, and the last; what is wrong on the last rank, or on all.
@@ -540,7 +525,7 @@ def _run_bad_step(kind: str, rank: int, world: int) -> str:
     make = dict(config=CONFIG, batch=1, max_len=64) | (BAD_STEPS[kind][2] if wrong else {})
     T, prompt, dim = (make.pop(n, good) for n, good in (("T", 1), ("prompt", 3), ("dim", 16)))
     of_q, scale = make.pop("q", lambda q: q), make.pop("scale", None)
-    x = _tokens(CONFIG, 1, 30, F32)
+    x = _tokens(1, 30, F32)
     try:
         cache = ParallelNSACache(**make)
         if kind == "layer":
@@ -558,7 +543,7 @@ def _run_bad_step(kind: str, rank: int, world: int) -> str:
 
 def _dies(rank: int, world: int) -> list[str]:
     """The last rank is gone; what the others' call and step end with."""
-    cache, tokens = ParallelNSACache(CONFIG, 1, 30, check=False), _tokens(CONFIG, 1, 30, F32)
+    cache, tokens = ParallelNSACache(CONFIG, 1, 30, check=False), _tokens(1, 30, F32)
     _append(cache, tokens, 0, 29)
     if rank == world - 1:
         os._exit(0)
@@ -609,28 +594,15 @@ def _run_triton(rank: int, world: int, device: str) -> None:
     gpu = device == "cuda"
     sizes = dict(l=32, d=16, l_sel=64, n_sel=8, window=512) if gpu else dict(SIZES, l_sel=16)
     c, G, h, D, dtype = (1040, 4, 16, 128, BF16) if gpu else (12, 1, 2, 16, F16)
-    gen = torch.Generator().manual_seed(1)
-    draw = lambda *shape: torch.randn(1, 2 * world * c, *shape, generator=gen).to(device, dtype)
-    full = {n: draw(G, D) for n in NAMES} | {"q": draw(G * h, D), "do": draw(G * h, D)}
-    full["gates"] = draw(G * h, 3).sigmoid()
+    dims = dataclasses.replace(CONFIG, heads=G * h, groups=G, d_k=D, d_v=D)
+    full = {n: x.to(device, dtype) for n, x in _tokens(1, 2 * world * c, F32, dims).items()}
+    full["gates"].sigmoid_()
     pool = lambda t: mean_pool(t, sizes["l"], sizes["d"])
-    leaves = [full[n].clone().requires_grad_() for n in NAMES]
-    q, k_cmp, v_cmp, *rest = leaves
     flags = Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
-    how = dict(backend="triton", flags=flags, return_aux=True, **sizes)
-    want, want_aux = nsa_attention(q, pool(k_cmp), pool(v_cmp), *rest, **how)
-    want_grads = torch.autograd.grad(want, leaves, full["do"])
-    mine = {n: parallel.shard(full[n]).clone().requires_grad_() for n in NAMES}
-    with launches.recording() as counts:
-        got, aux = _over_ranks(mine, **how)
-        grads = torch.autograd.grad(got, [*mine.values()], parallel.shard(full["do"]))
+    routes, counts = _check_chunks(full, pool, pool, F16, backend="triton", flags=flags, **sizes)
     for kernel in ("_block_attn_fwd_*", "_span_bwd_*"):  # of both chunks
         assert sum(n for name, n in counts.items() if fnmatch(name, kernel)) >= 2, counts
-    assert set(aux["routes"].values()) == {"triton"}
-    assert torch.equal(aux["block_indices"], parallel.shard(want_aux["block_indices"]))
-    _close(got, parallel.shard(want), F16)
-    for n, g, w in zip(NAMES, grads, want_grads, strict=True):
-        _close(g, parallel.shard(w), F16, msg=lambda m, n=n: f"d{n}: {m}")
+    assert set(routes.values()) == {"triton"}
 
 
 def _worker(rank: int, world: int, folder: str, mode: str) -> NoReturn:
@@ -790,17 +762,8 @@ def test_kernels_do_what_pytorch_does(kernel_device, name, monkeypatch):
     parts[:-1, 0, ..., 0, -1] = parts[:, 1, ..., 1, -1] = -torch.inf
     win, gates = draw(B, T, c.heads, c.d_v).half(), draw(B, T, c.heads, 3)
     args = (parts, win, gates)
-    got, want = kernels.merge(*args), parallel_cache.merge(*args)
+    got, want = kernels.merge(*args), merge(*args)
     torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
-
-
-def test_parts_without_keys_have_no_weight():
-    """One row of one head: of two ranks' outputs of width 2, the second rank sees no key."""
-    part = lambda *row: torch.tensor(row).view(1, 1, 1, 3)
-    seen, none = part(1.0, 2.0, 0.5), part(7.0, 7.0, -torch.inf)
-    parts = torch.stack([torch.stack([seen, none]), torch.stack([none, none])])
-    win, gates = torch.zeros(1, 1, 1, 2), torch.tensor([2.0, 3.0, 1.0]).view(1, 1, 1, 3)
-    assert torch.equal(merge(parts, win, gates).flatten(), torch.tensor([2.0, 4.0]))
 
 
 # ---- without other ranks -------------------------------------------------------------------------
@@ -863,7 +826,7 @@ def test_compiled_attention_waits_for_its_keys_too():
     """One process: gathering is a copy, made late all the same."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        x = _inputs(1, 32, F32)
+        x = _tokens(1, 32, F32)
         run = lambda: _over_ranks(x)
         with torch.no_grad():
             torch.testing.assert_close(torch.compile(run, backend="eager")(), run())
