@@ -164,16 +164,15 @@ def route(request):
     return *request.param, request.getfixturevalue("kernel_device") if kernels else "cpu"
 
 
-def by_kinds(*interpreted: str) -> pytest.MarkDecorator:
+def by_kinds(stored: torch.dtype | None, *interpreted: str) -> list:
     """Every route with every kind of cache; the kernel in the interpreter with these alone, as two
     kinds have pages and none, rings and none. `make test-all` and GPUs run all."""
     late = lambda route, kind: [pytest.mark.nightly] * bool(route.marks and kind not in interpreted)
-    cases = [
-        pytest.param(*route.values, kind, id=f"{route.id}-{kind}",
+    return [
+        pytest.param(*route.values, kind, stored, id=f"{route.id}-{kind}{'-e4m3' * bool(stored)}",
                      marks=[*route.marks, *late(route, kind)])
         for route in ROUTES for kind in KINDS
     ]  # fmt: skip
-    return pytest.mark.parametrize("route, kind", cases, indirect=["route"])
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
@@ -181,43 +180,47 @@ def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def follow(caches: Caches, tokens: Tokens, lens: list[int], steps, tolerance=1e-9, **how):
-    """Tokens are appended, so many at each step, and attended as in whole sequences. The lengths
-    then."""
-    want = tokens.expected()
+def follow(
+    caches: Caches, tokens: Tokens, lens: list[int], steps, tolerance=1e-9, *, want=None,
+    without=(), **how,
+):  # fmt: skip
+    """Tokens are appended, so many at each step, and attended as in whole sequences, which give
+    `want`; of the branches `without` nothing is given. The lengths then."""
+    want = tokens.expected() if want is None else want
     for T in steps:
-        out = caches.call(lens, tokens.part(lens, T), **how)
+        x = {n: y for n, y in tokens.part(lens, T).items() if n[2:] not in without}
+        out = caches.call(lens, x, **how)
         assert out.dtype == tokens.dtype
         close(out, rows(want, lens, T), tolerance)
         lens = [n + T for n in lens]
     return lens
 
 
-def check_steps(kind, route, stored=None) -> None:
-    """A prompt in chunks, then one token and several at a time, each sequence at its own length."""
+@pytest.mark.parametrize(
+    "route, kind, stored",
+    [*by_kinds(None, "static", "pages-ring"), *by_kinds(E4M3, "static-ring", "pages")],
+    indirect=["route"],
+)
+def test_chunks_and_steps_are_the_whole(route, kind, stored):
+    """A prompt in chunks, then one token and several at a time. A shorter length forgets tokens:
+    other ones take their rows, compressed ones too, each sequence at its own length."""
     backend, dtype, tolerance, device = route
     scales = descales(5, device, exact=backend is not None) if stored else {}
-    tokens, caches = Tokens(dtype, device, 0, scales), Caches(kind, stored or dtype, device)
+    tokens, other = (Tokens(dtype, device, seed, scales) for seed in (0, 50))
+    caches = Caches(kind, stored or dtype, device)
     if stored and backend:  # fp16 rounds by what is around
         tolerance *= tokens.expected().abs().amax().item()
     # Interpreted, a step of 19 tokens takes as long as all others.
     by = None if device == "cpu" else backend
-    lens = follow(caches, tokens, [0, 0], (5,), tolerance, route=backend)
-    lens = follow(caches, tokens, lens, (19,), tolerance, route=by)
-    lens = follow(caches, tokens, lens, (1, 1, 3), tolerance, route=backend)
+    assert follow(caches, tokens, [0, 0], (5,), tolerance, route=backend) == [5, 5]
+    follow(caches, tokens, [5, 5], (19,), tolerance, route=by)
+    follow(caches, tokens, [24, 24], (1, 1, 3), tolerance, route=backend)
+    lens = [22, 27]
+    for name, x in other.data.items():
+        for b, n in enumerate(lens):
+            x[b, :n] = tokens.data[name][b, :n]
     steps = (1, 4, 1, 5) if backend is None else (1, 3)
-    # From here on they differ; see test_rewinding for what this does.
-    follow(caches, tokens, [lens[0] - 7, lens[1]], steps, tolerance, route=backend)
-
-
-@by_kinds("static", "pages-ring")
-def test_chunks_and_steps_are_the_whole(kind, route):
-    check_steps(kind, route)
-
-
-@by_kinds("static-ring", "pages")
-def test_chunks_and_steps_of_e4m3_are_the_whole(kind, route):
-    check_steps(kind, route, E4M3)
+    follow(caches, other, lens, steps, tolerance, route=backend)
 
 
 def test_every_split_of_a_prompt():
@@ -258,21 +261,6 @@ def test_without_new_keys_the_caches_are_read_alone():
     close(out[1], tokens.expected()[1, 34:37])
     for name, was in before.items():
         torch.testing.assert_close(caches.all[name], was, rtol=0, atol=0, equal_nan=True)
-
-
-@by_kinds("static-ring", "pages")
-def test_rewinding(kind, route):
-    """A shorter length forgets tokens; other ones take their rows, compressed ones too."""
-    backend, dtype, tolerance, device = route
-    tokens, caches = Tokens(dtype, device), Caches(kind, dtype, device)
-    other = Tokens(dtype, device, seed=50)
-    caches.call(0, tokens.part([0, 0], 30))
-    caches.call([30, 30], tokens.part([30, 30], 3), route=backend)
-    lens = [26, 31]
-    for name, x in other.data.items():
-        for b, n in enumerate(lens):
-            x[b, :n] = tokens.data[name][b, :n]
-    follow(caches, other, lens, (4, 1), tolerance, route=backend)
 
 
 def test_sequences_share_the_pages_of_a_common_beginning(route):
@@ -345,12 +333,8 @@ def test_rotary(interleaved):
     for name in ("q", "k_sel", "k_win", "k_raw"):
         x = turned_before.data[name]
         x[..., order] = oracle.rotary(x[..., order], 100.0)
-    want, lens = turned_before.expected(), [0, 0]
-    for T in (30, 1, 2):
-        turn = dict(rotary_cos=angle.cos(), rotary_sin=angle.sin(), rotary_interleaved=interleaved)
-        out = caches.call(lens, tokens.part(lens, T), **turn)
-        close(out, rows(want, lens, T))
-        lens = [n + T for n in lens]
+    turn = dict(rotary_cos=angle.cos(), rotary_sin=angle.sin(), rotary_interleaved=interleaved)
+    follow(caches, tokens, [0, 0], (30, 1, 2), want=turned_before.expected(), **turn)
 
 
 @pytest.mark.parametrize("kind", ["static", "pages"])
@@ -387,11 +371,7 @@ def test_branches_may_share_keys_and_their_cache():
     for name, kind in itertools.product("kv", ("win", "raw")):
         tokens.data[f"{name}_{kind}"] = tokens.data[f"{name}_sel"]
         caches.all[f"{name}_{kind}_cache"] = caches.all[f"{name}_sel_cache"]
-    want, lens = tokens.expected(), [0, 0]
-    for T in (21, 1, 4):
-        x = {n: y for n, y in tokens.part(lens, T).items() if n[2:] not in ("win", "raw")}
-        close(caches.call(lens, x), rows(want, lens, T))
-        lens = [n + T for n in lens]
+    follow(caches, tokens, [0, 0], (21, 1, 4), without=("win", "raw"))
 
 
 def learnt_phis(dtype, device):
@@ -592,6 +572,7 @@ def zeros(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.float64)
 
 
+NOTHING_NEW = {f"{x}_{name}": None for name in ("sel", "win", "raw") for x in "kv"}
 SAME_PAGE = torch.tensor([[0, 1, 2, 3], [0, 1, 7, 8]])
 BAD = {  # what is changed of a good call, and what is told
     "length": (dict(lens=[30, 33]), "cache_seqlens must be from 0 to 32 .* 33 of sequence 1"),
@@ -622,13 +603,17 @@ BAD = {  # what is changed of a good call, and what is told
     "heads": (dict(q=zeros(B, 32, 3, DK), gates=torch.zeros(B, 32, 3, 3)), "HQ=3"),
     "rotary": (dict(rotary_cos=zeros(9, 8), rotary_sin=zeros(9, 8)), "rotary_cos must"),
     "one rotary": (dict(rotary_cos=zeros(64, 8)), "rotary_cos and rotary_sin go together"),
+    "static rows": (dict(kind="static", k_cmp_cache=zeros(B, 3, G, DK)),
+                    "k_cmp_cache must hold the 15 compressed tokens of 64"),
+    "static length": (dict(kind="static", lens=[64, 1], **NOTHING_NEW),
+                      "cache_seqlens must be from 32 to 64 for T=32"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_names_the_argument(name):
     changed, told = dict(BAD[name][0]), BAD[name][1]
-    tokens, caches = Tokens(), Caches("pages")
+    tokens, caches = Tokens(), Caches(changed.pop("kind", "pages"))
     before = {n: x.clone() for n, x in caches.all.items()}
     lens = changed.pop("lens", [0, 0])
     table = {"block_table": caches.table}
@@ -637,17 +622,6 @@ def test_bad_input_names_the_argument(name):
     if name != "phi's shape":  # which is known once it has run
         for n, was in before.items():
             assert torch.equal(caches.all[n].isnan(), was.isnan()), f"{n} was written to"
-
-
-def test_static_caches_tell_bad_shapes():
-    tokens, caches = Tokens(), Caches("static")
-    few = caches.all["k_cmp_cache"][:, :3].contiguous()
-    x = {n: tokens.data[n][:, :2] for n in ("q", "gates")}
-    assert_raises(
-        (ValueError, "k_cmp_cache must hold the 15 compressed tokens of 64",
-         lambda: caches.call([0, 0], tokens.part([0, 0], 1), k_cmp_cache=few)),
-        (ValueError, "cache_seqlens must be from 2 to 64 for T=2", lambda: caches.call([64, 1], x)),
-    )  # fmt: skip
 
 
 def test_bytes_per_token_are_those_of_the_caches():
