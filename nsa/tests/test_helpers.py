@@ -22,11 +22,20 @@ from nsa.tests.helpers import (
 
 ORACLE = randn(4, 8, 64, seed=1, dtype=torch.float64) * 0.1
 GOOD = ORACLE.to(torch.bfloat16)
+SDPA = dict(path_requested="sdpa", path_taken="sdpa")
+ONES = torch.ones(2, 64, 64, dtype=torch.float64)
+LSE = torch.tensor([[0.5, -math.inf]])
 
 
-def judge(out, same_dtype=GOOD, **kw):
-    kw = {"path_requested": "sdpa", "path_taken": "sdpa", **kw}
-    return measure_parity("case", "op", out, ORACLE, same_dtype, **kw)
+def judge(out, oracle=ORACLE, plain=GOOD, **how):
+    return measure_parity("case", "op", out, oracle, plain, **{**SDPA, **how})
+
+
+def put(x, at, value):
+    """x with another value at one place, or throughout a row."""
+    x = x.clone()
+    x[at] = value
+    return x
 
 
 def test_equal_quality_passes():
@@ -34,120 +43,95 @@ def test_equal_quality_passes():
     assert parity.status == "PASS" and parity.why == [] and 0 < parity.margin <= 0.5
 
 
-def dead_row(x):
-    x = x.clone()
-    x[2, 3] = 0
-    return x
+WRONG = {
+    "row": (put(GOOD, (2, 3), 0), r"row \[2, 3\]"),
+    "value": (put(GOOD, (1, 1, 5), GOOD[1, 1, 5] + 0.05), "max_abs"),
+    "offset": (GOOD + 0.002, "mae"),
+    "zeros": (torch.zeros_like(GOOD), "mae"),
+    "nan": (put(GOOD, (0, 0, 0), math.nan), "NaN at 1 other places"),
+    "inf": (put(GOOD, (0, 0, 0), math.inf), r"\+inf at 1"),
+    "shape": (GOOD[:3], "shape"),
+}
 
 
-def one_wrong(x):
-    x = x.clone()
-    x[1, 1, 5] += 0.05
-    return x
+@pytest.mark.parametrize("out, why", WRONG.values(), ids=WRONG)
+def test_wrong_output_fails(out, why):
+    parity = judge(out)
+    assert parity.status == "FAIL" and re.search(why, "; ".join(parity.why)), parity.why
 
 
-def put(value):
-    def change(x):
-        x = x.clone()
-        x[0, 0, 0] = value
-        return x
+EXACT, SPOILED = ONES.half(), put(ONES.half(), (1, 3, 2), math.inf)
+# An output, what is exact, the plain computation, and what is said of it.
+UNFIT = {
+    "plain": (put(EXACT, (0, 0, 0), 3), ONES, SPOILED, "INVALID", "plain computation"),
+    "plain and output": (put(EXACT, 0, 3), ONES, SPOILED, "FAIL", "mae"),
+    "shape": (EXACT, ONES, EXACT[:1, :1, :1], "INVALID", r"\[1, 1, 1\] of the plain computation"),
+    "nothing": (torch.zeros(0, 4), torch.zeros(0, 4), None, "FAIL", "nothing was compared"),
+    "same infinities": (LSE, LSE.double(), LSE, "PASS", "^$"),
+    "other infinities": (LSE.flip(1), LSE.double(), LSE, "FAIL", "-inf at 2"),
+}
 
-    return change
 
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (dead_row, r"row \[2, 3\]"),
-        (one_wrong, "max_abs"),
-        (lambda x: x + 0.002, "mae"),
-        (put(math.nan), "NaN at 1 other places"),
-        (put(math.inf), r"\+inf at 1"),
-        (lambda x: x[:3], "shape"),
-        (torch.zeros_like, "mae"),
-    ],
-)
-def test_wrong_output_fails(change, why):
-    parity = judge(change(GOOD))
-    assert parity.status == "FAIL"
-    assert any(re.search(why, w) for w in parity.why), parity.why
+@pytest.mark.parametrize("out, exact, plain, status, why", UNFIT.values(), ids=UNFIT)
+def test_what_cannot_be_compared_is_no_pass(out, exact, plain, status, why):
+    """A plain computation that is not finite widens no limit; equal infinities agree."""
+    parity = judge(out, exact, plain, rows=len(exact) != 1)
+    assert parity.status == status and re.search(why, "; ".join(parity.why)), parity.why
+    json.dumps(vars(parity), allow_nan=False)
 
 
 def test_a_dead_row_hides_from_the_mean_but_not_from_the_row():
-    out = dead_row(GOOD)
-    big = torch.cat([GOOD] * 200), torch.cat([ORACLE] * 200)
-    big[0][:4] = out
-    parity = measure_parity(
-        "c", "op", big[0], big[1], big[0] * 0 + torch.cat([GOOD] * 200), path_requested="sdpa",
-        path_taken="sdpa",
-    )  # fmt: skip
+    plain = torch.cat([GOOD] * 200)
+    parity = judge(put(plain, (2, 3), 0), torch.cat([ORACLE] * 200), plain)
     assert parity.mae < parity.limit_mae and parity.status == "FAIL"
     assert parity.worst_row_index == [2, 3]
 
 
 def test_the_allowance_for_rounding_is_one_rounding():
     """Of 16 only where sums of fp32 are compared: of bf16 these would be 12 % of the result."""
-    want = torch.full((8, 64), 1.0, dtype=torch.float64)
-    step, kw = 2**-7, dict(path_requested="sdpa", path_taken="sdpa")  # what bf16 tells apart at 1
-    for same, good, bad in ((want.bfloat16(), 1, 2), (None, 1, 2)):
-        for steps, status in ((good, "PASS"), (bad, "FAIL")):
-            out = want.bfloat16()
-            out[3, 5] += steps * step
-            parity = measure_parity("c", "op", out, want, same, **kw)
+    want, step = torch.ones(8, 64, dtype=torch.float64), 2**-7  # what bf16 tells apart at 1
+    for plain in (want.bfloat16(), None):
+        for steps, status in ((1, "PASS"), (2, "FAIL")):
+            parity = judge(put(want, (3, 5), 1 + steps * step).bfloat16(), want, plain)
             assert parity.status == status and parity.limit_max_abs == step, (steps, parity.why)
-    same = want.bfloat16()
-    same[0, 0] += step
-    assert measure_parity("c", "op", same, want, same, **kw).limit_max_abs == 3 * step
+    same = put(want, (0, 0), 1 + step).bfloat16()
+    assert judge(same, want, same).limit_max_abs == 3 * step
 
 
-def test_same_infinities_agree():
-    lse = torch.tensor([[0.5, -math.inf]], dtype=torch.float64)
-    kw = dict(path_requested="sdpa", path_taken="sdpa", rows=False)
-    assert measure_parity("c", "lse", lse.float(), lse, lse.float(), **kw).status == "PASS"
-    other = torch.tensor([[-math.inf, 0.5]])
-    parity = measure_parity("c", "lse", other, lse, lse.float(), **kw)
-    assert parity.status == "FAIL"
-    json.dumps(vars(parity), allow_nan=False)
+def test_a_result_may_be_off_by_twice_what_the_plain_computation_is():
+    half = dict.fromkeys((torch.float16, torch.bfloat16), 1e-3)
+    assert MAE_LIMIT == {**half, torch.float32: 1e-4, torch.float64: 1e-10}
+    for times, status in ((1.9, "PASS"), (2.5, "FAIL")):
+        parity = judge(ONES.float() + times * 1e-5, ONES, ONES.float() + 1e-5)
+        assert parity.status == status
 
 
-@pytest.mark.parametrize(
-    ("kw", "why"),
-    [
-        (dict(path_requested="triton", path_taken="sdpa", fallback_reason="dtype"), "ran sdpa"),
-        (dict(path_requested="triton", path_taken="triton"), "no kernel launch was counted"),
-        (dict(path_requested="triton", path_taken="triton", launches={"_other_kernel": 1},
-              expect_kernels=["_sel_kernel"]), "never launched: _sel_kernel"),
-        (dict(path_requested="triton", path_taken="triton",
-              launches={"_other_kernel": 1, "_sel_kernel": 0}, expect_kernels=["_sel_*"]),
-         "never launched: _sel_*"),
-        (dict(path_requested="triton", path_taken=None), "ran None"),
-    ],
-)  # fmt: skip
-def test_right_numbers_from_the_wrong_path_are_invalid(kw, why):
-    parity = judge(GOOD, **kw)
+OTHER, TRITON = {"_other_kernel": 1}, dict(path_requested="triton", path_taken="triton")
+
+
+@pytest.mark.parametrize("how, why", [
+    ({**TRITON, "path_taken": "sdpa", "fallback_reason": "dtype"}, "ran sdpa"),
+    (TRITON, "no kernel launch was counted"), ({**TRITON, "path_taken": None}, "ran None"),
+    (dict(TRITON, launches=OTHER, expect_kernels=["_sel_kernel"]), "never launched: _sel_kernel"),
+    (dict(TRITON, launches=OTHER | {"_sel_kernel": 0}, expect_kernels=["_sel_*"]),
+     "never launched: _sel_*"),
+])  # fmt: skip
+def test_right_numbers_from_the_wrong_path_are_invalid(how, why):
+    parity = judge(GOOD, **how)
     assert parity.status == "INVALID" and any(why in w for w in parity.why), parity.why
 
 
-@pytest.mark.parametrize(
-    ("launched", "path"),
-    [
-        (["_decode_scan_kernel"], "triton"),
-        (["_sel_spans_kernel", "_sel_attn_fwd_ranges_kernel"], "triton_ranges"),
-        (["_sel_attn_fwd_dense_group_kernel", "_sel_attn_merge_kernel"], "triton_dense_group"),
-        (["_sel_attn_fwd_varlen_kernel", "_sel_attn_fwd_dense_kernel"], "triton_dense_varlen"),
-    ],
-)
+@pytest.mark.parametrize("launched, path", [
+    (["_decode_scan_kernel"], "triton"),
+    (["_sel_spans_kernel", "_sel_attn_fwd_ranges_kernel"], "triton_ranges"),
+    (["_sel_attn_fwd_dense_group_kernel", "_sel_attn_merge_kernel"], "triton_dense_group"),
+    (["_sel_attn_fwd_varlen_kernel", "_sel_attn_fwd_dense_kernel"], "triton_dense_varlen"),
+])  # fmt: skip
 def test_the_path_of_a_triton_row_is_what_was_launched(launched, path):
     """Whatever variant the caller expected."""
-    parity = judge(GOOD, path_requested="triton", path_taken="triton_varlen",
-                   launches=dict.fromkeys(launched, 1))  # fmt: skip
+    counts = dict.fromkeys(launched, 1)
+    parity = judge(GOOD, **{**TRITON, "path_taken": "triton_varlen"}, launches=counts)
     assert (parity.status, parity.path_taken) == ("PASS", path)
-
-
-def test_nothing_compared_is_not_a_pass():
-    empty = torch.zeros(0, 4)
-    kw = dict(path_requested="sdpa", path_taken="sdpa")
-    assert measure_parity("c", "op", empty, empty.double(), **kw).status == "FAIL"
 
 
 def test_record_is_emitted_pass_or_fail(monkeypatch):
@@ -192,29 +176,3 @@ def test_uninitialised_memory_is_poisoned():
     assert torch.empty(3).isnan().all() and torch.empty_like(torch.ones(2)).isnan().all()
     assert torch.ones(1).new_empty(2).isnan().all()
     assert (torch.empty(2, dtype=torch.int32) < -(10**6)).all()
-
-
-def test_a_plain_computation_that_is_not_finite_widens_no_limit():
-    truth = torch.ones(2, 64, 64, dtype=torch.float64)
-    out, plain = truth.half(), truth.half()
-    out[0, 0, 0] += 2
-    plain[1, 3, 2] = float("inf")
-    asked = dict(path_requested="sdpa", path_taken="sdpa")
-    found = measure_parity("case", "op", out, truth, plain, **asked)
-    assert found.status == "INVALID" and "plain computation" in found.why[0]
-    out[0] += 2  # which is wrong, whatever it is held against
-    found = measure_parity("case", "op", out, truth, plain, **asked)
-    assert found.status == "FAIL" and "mae" in found.why[0]
-    found = measure_parity("case", "op", truth.half(), truth, plain[:1, :1, :1], **asked)
-    assert found.status == "INVALID" and "[1, 1, 1] of the plain computation" in found.why[0]
-
-
-def test_a_result_may_be_off_by_twice_what_the_plain_computation_is():
-    half = dict.fromkeys((torch.float16, torch.bfloat16), 1e-3)
-    assert MAE_LIMIT == {**half, torch.float32: 1e-4, torch.float64: 1e-10}
-    truth = torch.ones(64, 64, dtype=torch.float64)
-    plain = truth.float() + 1e-5
-    asked = dict(path_requested="sdpa", path_taken="sdpa")
-    for times, status in ((1.9, "PASS"), (2.5, "FAIL")):
-        out = truth.float() + times * 1e-5
-        assert measure_parity("case", "op", out, truth, plain, **asked).status == status
