@@ -180,27 +180,32 @@ right()
     "mute_skip": "sys.exit(3)",
     "unproven_bench": "bench(parity={'status': 'FAIL'})",
     "bench": "bench(path_taken='sdpa', parity={'mae': 0.0, 'max_abs': 0.0, 'status': 'PASS'})",
-    "plant_log": """
+    "plant": r"""
+import tarfile, zipfile
 passed()
+for name, value in os.environ.items():
+    print(f"{name}={value}")
 send("note", level="info", text="token " + CANARIES["github"])
 for name, text in CANARIES.items():
     print(f"{name} {text}", flush=True)
     print(f"{text}", file=sys.stderr, flush=True)
-""",
-    "plant_names": r"""
-passed()
-for name, text in CANARIES.items():
     if "/" not in text and "\n" not in text:
         (OUT / f"{text[:120]}.csv").write_text("a\n1\n")
         (OUT / f"sub {text[:120]}").mkdir()
         (OUT / f"sub {text[:120]}" / f"{name}.txt").write_text("x\n")
-""",
-    "plant_cells": r"""
-passed()
 rows = [f'{name},"{text}"' for name, text in CANARIES.items()]
 (OUT / "rows.csv").write_text("name,value\n" + "\n".join(rows) + "\n")
 (OUT / "keys.json").write_text(json.dumps({text: [text] for text in CANARIES.values()}))
 (OUT / "lines.jsonl").write_text("".join(json.dumps(t) + "\n" for t in CANARIES.values()))
+text = "\n".join(CANARIES.values())
+(OUT / "plain.txt").write_text(text)
+with tarfile.open(OUT / "core.tgz", "w:gz") as tar:
+    tar.add(OUT / "plain.txt", arcname="plain.txt")
+with zipfile.ZipFile(OUT / "core.zip", "w") as packed:
+    packed.writestr("plain.txt", text)
+(OUT / "core.png").write_bytes(b"\x89PNG\r\n\x1a\n\0" + text.encode())
+(OUT / "link.txt").symlink_to("/etc/hostname")
+raise RuntimeError(" and ".join(CANARIES.values()))
 """,
     "plant_rows": """
 for name, text in CANARIES.items():
@@ -211,20 +216,6 @@ for name, text in CANARIES.items():
     send("metric", name=text, value=1.0, unit=text)
     send("progress", done=1, total=2, text=text)
 """,
-    "plant_error": "passed(); raise RuntimeError(' and '.join(CANARIES.values()))",
-    "plant_archive": r"""
-import tarfile, zipfile
-passed()
-text = "\n".join(CANARIES.values())
-(OUT / "plain.txt").write_text(text)
-with tarfile.open(OUT / "core.tgz", "w:gz") as tar:
-    tar.add(OUT / "plain.txt", arcname="plain.txt")
-with zipfile.ZipFile(OUT / "core.zip", "w") as packed:
-    packed.writestr("plain.txt", text)
-(OUT / "core.png").write_bytes(b"\x89PNG\r\n\x1a\n\0" + text.encode())
-(OUT / "link.txt").symlink_to("/etc/hostname")
-""",
-    "plant_environment": "passed(); [print(f'{n}={value}') for n, value in os.environ.items()]",
     "endless_row": r"passed(); [raw(b'\x00\xffgarbage {' * 4096) for _ in range(200)]",
     "pipes": """
 passed()
@@ -459,20 +450,22 @@ def install(fault: dict) -> None:
     """Make the supervisor of this process go wrong; `fault` comes as JSON in ONESHOT_FAULT.
 
     kill / signal: "event" or "event:stage" after which it kills, or signals (with `name`), itself;
-    signal_in, die_in: "module.function" before which it does; moments: where the folder is kept as
-    it is after each event and before each step of packing; disk: bytes that fit into the folder;
-    full_in: "module.function" that finds no space; git: root of the repository that is looked at;
-    lose: an event like that of kill, after which the folder is "deleted", "moved" or "replaced"
-    (`how`); gates: what the redaction gate finds each time; fails: a stage in which the runner
-    itself fails; also: arguments of every stage, by stages that passed; cards: see of_cards().
+    signal_in: "module.function" before which it does; moments: where the folder is kept as it is
+    after each event and before each step of packing; disk: bytes that fit into the folder; full_in:
+    "module.function" that finds no space; git: root of the repository that is looked at; lose: an
+    event like that of kill, after which the folder is "deleted", "moved" or "replaced" (`how`);
+    gates: what the redaction gate finds each time; fails: a stage in which the runner itself fails;
+    also: arguments of every stage, by stages that passed; cards: see of_cards().
     """
     import functools
+    import threading
 
     from scripts.oneshot.record import journal
     from scripts.oneshot.run import runner
 
     runner.Context = functools.partial(runner.Context, ladder_s=(0.4, 0.4))
     real = journal.Journal.append
+    number = getattr(signal, fault.get("name", "SIGKILL"))
 
     def append(self, ev, *, sync=True, **fields):
         event = real(self, ev, sync=sync, **fields)
@@ -486,16 +479,13 @@ def install(fault: dict) -> None:
         if fault.get("signal") in at:
             fault.pop("signal")
             for delay in fault.get("delays", [0.0]):
-                _later(delay, fault["name"])
+                threading.Timer(delay, os.kill, (os.getpid(), number)).start()
         return event
 
     journal.Journal.append = append
-    if "die_in" in fault:
-        _before(fault["die_in"], lambda: os.kill(os.getpid(), signal.SIGKILL))
     if "full_in" in fault:
-        _replace(fault["full_in"], _no_space)
+        _before(fault["full_in"], _no_space)
     if "signal_in" in fault:
-        number = getattr(signal, fault["name"])
         _before(fault["signal_in"], lambda: os.kill(os.getpid(), number))
     if "moments" in fault:
         for step in ("run.runner.gate", *(f"record.bundle.{s}" for s in PACKING)):
@@ -532,15 +522,16 @@ def _before(path: str, action) -> None:
     import importlib
     import inspect
 
-    module, function = path.rsplit(".", 1)
-    real = getattr(importlib.import_module(f"scripts.oneshot.{module}"), function)
+    name, function = path.rsplit(".", 1)
+    module = importlib.import_module(f"scripts.oneshot.{name}")
+    real = getattr(module, function)
     takes = len(inspect.signature(action).parameters)
 
     def first(*args: object, **kwargs: object) -> object:
         action(*args[:takes])
         return real(*args, **kwargs)
 
-    _replace(path, first)
+    setattr(module, function, first)
 
 
 def _lose(folder: Path, how: str) -> None:
@@ -554,21 +545,7 @@ def _lose(folder: Path, how: str) -> None:
         (folder / "notes.txt").write_text("of somebody else")
 
 
-def _later(delay: float, name: str) -> None:
-    import threading
-
-    number = getattr(signal, name)
-    threading.Timer(delay, os.kill, (os.getpid(), number)).start()
-
-
-def _replace(path: str, by: object) -> None:
-    import importlib
-
-    module, name = path.rsplit(".", 1)
-    setattr(importlib.import_module(f"scripts.oneshot.{module}"), name, by)
-
-
-def _no_space(*_args: object, **_kwargs: object) -> None:
+def _no_space(*_args: object) -> None:
     raise OSError(28, "No space left on device")
 
 
@@ -579,36 +556,24 @@ def _small_disk(limit: int) -> None:
 
     out = next(Path(a) for a in sys.argv[3:] if a.startswith("/"))
 
-    def room(size: int) -> None:
-        used = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
-        if used + size > limit:
-            raise OSError(28, "No space left on device")
+    def limit_writes(owner, name, when_full=_no_space):
+        real = getattr(owner, name)
 
-    real = journal.write_atomic, capture.StageLog._put, journal.Journal._written, Path.write_bytes
+        def write(target, data, *more):
+            used = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
+            fits = used + len(data) <= limit
+            return real(target, data, *more) if fits else when_full(target)
 
-    def write_atomic(path, text):
-        room(len(text))
-        real[0](path, text)
+        setattr(owner, name, write)
 
-    def put(self, text):
-        try:
-            room(len(text))
-        except OSError:
-            self.lost_to_disk += 1
-        else:
-            real[1](self, text)
+    def lose_line(log):
+        log.lost_to_disk += 1
 
-    def written(self, data, sync):
-        try:
-            room(len(data))
-        except OSError:
-            return False
-        return real[2](self, data, sync)
-
-    capture.StageLog._put, journal.Journal._written = put, written
-    Path.write_bytes = lambda path, data: (room(len(data)), real[3](path, data))
-    for module in (journal, runner, bundle):
-        module.write_atomic = write_atomic
+    limit_writes(capture.StageLog, "_put", lose_line)
+    limit_writes(journal.Journal, "_written", lambda _journal: False)
+    limit_writes(Path, "write_bytes")
+    limit_writes(journal, "write_atomic")
+    runner.write_atomic = bundle.write_atomic = journal.write_atomic
 
 
 FAKE_PYNVML = """
