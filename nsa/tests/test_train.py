@@ -151,19 +151,14 @@ def save(folder, step, parts):
     return Checkpoints(folder, {}).save(step, *parts, [], [], {})
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": "else"}'])
-def test_a_damaged_checkpoint_is_named(tmp_path, text, parts):
-    (tmp_path / "step-00000001").mkdir()
-    (tmp_path / "step-00000001" / "state.json").write_text(text)
-    with pytest.raises(CheckpointError, match="step-00000001"):
-        Checkpoints(tmp_path, {}, resume=True).resume(*parts)
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda p: p.write_bytes(p.read_bytes()[:99])],
-                         ids=["missing", "cut"])  # fmt: skip
-def test_a_damaged_shard_is_a_checkpoint_error(tmp_path, damage, parts):
-    damage(next(save(tmp_path, 4, parts).glob("*.distcp")))
-    with pytest.raises(CheckpointError, match="checkpoint .*step-00000004 cannot be read: "):
+@pytest.mark.parametrize("file, damage", [
+    ("state.json", lambda p: p.write_text("")), ("state.json", lambda p: p.write_text("[]")),
+    ("state.json", lambda p: p.write_text('{"format": "else"}')),
+    ("*.distcp", Path.unlink), ("*.distcp", lambda p: p.write_bytes(p.read_bytes()[:99])),
+], ids=["empty", "a list", "another format", "no shard", "cut shard"])  # fmt: skip
+def test_a_damaged_checkpoint_is_named(tmp_path, file, damage, parts):
+    damage(next(save(tmp_path, 4, parts).glob(file)))
+    with pytest.raises(CheckpointError, match="step-00000004"):
         Checkpoints(tmp_path, {}, resume=True).resume(*parts)
 
 
