@@ -10,12 +10,8 @@ import random
 import string
 from urllib.parse import quote
 
-LOWER, UPPER, DIGITS, HEX = (
-    string.ascii_lowercase,
-    string.ascii_uppercase,
-    string.digits,
-    "0123456789abcdef",
-)
+LOWER, UPPER, DIGITS = string.ascii_lowercase, string.ascii_uppercase, string.digits
+HEX = DIGITS + "abcdef"
 WORD = LOWER + UPPER + DIGITS
 _random = random.Random(34)
 
@@ -29,6 +25,7 @@ def r(n: int, alphabet: str = WORD) -> str:
     return "".join(drawn)
 
 
+TWO_KEYS = r(32, HEX), r(32, HEX)
 # The box of the tests: what is known of it is searched everywhere.
 KNOWN = "Plainlooking/value-42+x"
 ENVIRON = {"MY_SERVICE_TOKEN": KNOWN, "USER": "alice", "HOSTNAME": "pod-9f8e7d6c"}
@@ -80,10 +77,7 @@ SHAPES: list[tuple[str, str, str]] = [
         ("server token {}", "12345678-1234-1234-1234-123456789abc"),
         ("'Authorization': 'Bearer {}'", "abc"),
     ),
-    *_same(
-        "session",
-        ("session key: {}", r(32, HEX)),
-    ),
+    *_same("session", ("session key: {}", r(32, HEX))),
     *_same(
         "password",
         ('password: "{}"', "my pass phrase, long"),
@@ -110,10 +104,7 @@ SHAPES: list[tuple[str, str, str]] = [
         "prefix",
         ("discord {}", "M" + r(23) + "." + r(6) + "." + r(38)),
         ("slack {}", "xapp-1-A" + r(10, UPPER + DIGITS) + "-" + r(12, DIGITS) + "-" + r(40, HEX)),
-        (
-            "https://x.webhook.office.com/webhookb2/{}",
-            r(32, HEX) + "/IncomingWebhook/" + r(32, HEX),
-        ),
+        ("https://x.webhook.office.com/webhookb2/{}", "/IncomingWebhook/".join(TWO_KEYS)),
         ("https://open.feishu.cn/open-apis/bot/v2/hook/{}", r(32, HEX)),
         ("https://chat.example.com/hooks/{}", r(26, LOWER + DIGITS)),
         ("https://hooks.zapier.com/hooks/catch/{}", "123/" + r(12)),
@@ -145,42 +136,22 @@ SHAPES: list[tuple[str, str, str]] = [
 
 
 def _known() -> list[tuple[str, str, str]]:
-    plain = KNOWN
-    b64 = base64.b64encode(plain.encode()).decode()
-    framed = base64.b64encode(f"user:{plain}!".encode()).decode()
-    shifted = base64.b64encode(f"a{plain}".encode()).decode()
-    safe = base64.urlsafe_b64encode(f"??{plain}>>".encode()).decode()
-    hexed = plain.encode().hex()
-    forms = [
-        plain,
-        plain.upper(),
-        plain.lower(),
-        quote(plain, safe=""),
-        quote(plain, safe="").lower(),
-        "".join(f"%{b:02X}" for b in plain.encode()),
-        "".join(f"%{b:02x}" for b in plain.encode()),
-        quote(quote(plain, safe=""), safe=""),
-        hexed,
-        hexed.upper(),
-        "".join(f"\\x{b:02x}" for b in plain.encode()),
-        " ".join(f"{b:02x}" for b in plain.encode()),
-        ":".join(f"{b:02X}" for b in plain.encode()),
-        "".join(f"\\u{ord(c):04x}" for c in plain),
-        "".join(f"&#{ord(c)};" for c in plain),
-        plain[:9] + "\n" + plain[9:],
-        plain[:9] + "\r\n    " + plain[9:],
-        plain[:5] + "\\\n" + plain[5:],
-        plain[:9] + "\\n" + plain[9:],
-        plain[:9] + " \\\n" + plain[9:],
-        plain[:9] + "\n> " + plain[9:],
-        base64.b32encode(plain.encode()).decode(),
-        "".join(f"\\{b:03o}" for b in plain.encode()),
-    ]
+    """What is known to be secret as it is, in every usual code, and broken over two lines."""
+    plain, data = KNOWN, KNOWN.encode()
+    by_character = ("%{:02X}", "%{:02x}", "\\x{:02x}", "\\u{:04x}", "&#{};", "\\{:03o}")
+    breaks = ("\n", "\r\n    ", "\\\n", "\\n", " \\\n", "\n> ")
+    quoted, hexed = quote(plain, safe=""), data.hex()
+    forms = [plain, plain.upper(), plain.lower(), quoted, quoted.lower(), quote(quoted, safe="")]
+    forms += [hexed, hexed.upper(), data.hex(" "), data.hex(":").upper()]
+    forms += ["".join(form.format(byte) for byte in data) for form in by_character]
+    forms += [plain[:9] + line_break + plain[9:] for line_break in breaks]
+    forms.append(base64.b32encode(data).decode())
     rows = [("known", f"got {form}.", form[2:-2]) for form in forms]
-    rows += [
-        ("known", f"got {form}.", form[12:20])
-        for form in (b64, framed, shifted, safe, b64.rstrip("="))
-    ]
+    coded = [base64.b64encode(around).decode() for around in (data, b"a" + data)]
+    framed = base64.b64encode(f"user:{plain}!".encode()).decode()
+    safe = base64.urlsafe_b64encode(f"??{plain}>>".encode()).decode()
+    for form in (*coded, coded[0].rstrip("="), framed, safe):
+        rows.append(("known", f"got {form}.", form[12:20]))
     rows.append(("known", f"got {framed[:12]}\n{framed[12:]}.", framed[14:20]))
     rows.append(("known", f"got {hexed[:20]}\n{hexed[20:]}.", hexed[22:30]))
     return rows

@@ -54,27 +54,18 @@ def boxed():
 
 @pytest.mark.parametrize(("kind", "text", "private"), SHAPES)
 def test_a_shape_of_real_logs_is_removed(boxed, kind, text, private):
-    redactor = boxed
-    clean = redactor.text(text)
+    clean = boxed.text(text)
     assert private not in clean
     markup = re.sub(r"<(\w+(?:-\d+)?)>", r"&lt;\1&gt;", clean)
     for again in (clean, markup):
-        assert redactor.text(again) == again, "redaction must be stable"
+        assert boxed.text(again) == again, "redaction must be stable"
 
 
 def honest_texts():
     """A real report shortened, measured rows, pages, kernel names, and the code of tracebacks."""
     root = Path(__file__).resolve().parents[2]
-    for pattern in (
-        "nsa/tests/honest_report.md",
-        "bench/results/*/*",
-        "docs/*.md",
-        "README.md",
-        "nsa/tests/locks/*",
-        "nsa/kernels/**/*.py",
-        "bench/*.py",
-        "scripts/*.py",
-    ):
+    pages = "README.md docs/*.md nsa/tests/honest_report.md nsa/tests/locks/* bench/results/*/*"
+    for pattern in (*pages.split(), "nsa/kernels/**/*.py", "bench/*.py", "scripts/*.py"):
         yield from sorted(root.glob(pattern))
 
 
@@ -162,6 +153,7 @@ def test_short_forms_and_every_kind_of_a_shape_are_found(redactor, text, private
     ("git@github.com: Permission denied", "github.com: Permission denied"),
     ("git@github.com:22/o", "github.com:22/o"),
     ("from 2001:db8::7: refused", "from <ip-3>: refused"),  # 1 and 2 are of SSH_CONNECTION
+    ("203.0.113.7 203.0.113.8 203.0.113.7", "<ip-3> <ip-4> <ip-3>"),
     ("/nfs/home/bob/x.py", "~/x.py"), ("{'serial': '16523'}", "{'serial': '<board>'}"),
     ("|    0   N/A  N/A     41234      C   python secret.py     1810MiB |",  # of another tenant
      "|    0   N/A  N/A     <pid>      C   <process>            1810MiB |"),
@@ -217,9 +209,8 @@ def test_words_of_our_own_records_stay(common):
     assert common.value(record) == record and not common.counts
     css = "grid-template-columns: max-content; mae, max-abs"
     assert common.text(css) == css
-    assert common.value({"unverifiable-word": ["unverifiable-word"]}) == {
-        "<secret-1>": ["<secret-1>"]
-    }
+    secret = "unverifiable-word"
+    assert common.value({secret: [secret]}) == {"<secret-1>": ["<secret-1>"]}
 
 
 def test_a_number_or_several_words_of_ours_are_a_secret_all_the_same():
@@ -240,11 +231,6 @@ def test_a_word_of_ours_that_names_somebody_is_found_by_what_stands_before_it(co
     assert clean in found and common.text(found) == found
 
 
-def test_placeholders_are_stable_and_distinct(redactor):
-    first, second, third = redactor.text("203.0.113.7 203.0.113.8 203.0.113.7").split()
-    assert first == third != second and first.startswith("<ip-")
-
-
 def test_only_allowlisted_variables_are_shown(redactor):
     assert redactor.variables(ENVIRON) == {"NSA_USE_FA2": "1"}
     loads = {"PYTHONPATH": "/opt/x:/home/alice/y", "LD_PRELOAD": "/usr/lib/libjemalloc.so"}
@@ -252,7 +238,7 @@ def test_only_allowlisted_variables_are_shown(redactor):
     assert shown == {"NSA_USE_FA2": "1", **loads, "PYTHONPATH": "/opt/x:~/y"}
 
 
-def test_opting_out_by_category(tmp_path):
+def test_opting_out_by_category():
     kept = Redactor(ENVIRON, keep=("ip", "host"), hostnames=("pod-9f8e7d6c",), user="alice")
     assert kept.text("203.0.113.7 pod-9f8e7d6c alice") == "203.0.113.7 pod-9f8e7d6c <user>"
 
@@ -288,7 +274,6 @@ def test_gate_fails_closed(tmp_path, redactor, monkeypatch):
     (tmp_path / "a.log").write_text(f"1\n{CANARIES['aws']}\n{CANARIES['npm']}")
     monkeypatch.setattr("scripts.oneshot.record.gate.write_atomic", lambda path, text: None)
     outcome = gate(tmp_path, redactor)
-    found = [(f["rule"], f["file"], f["line"], f["count"]) for f in outcome["findings"]]
-    assert outcome["gate"] == "failed" and found == [
-        ("token", "a.log", 2, 1), ("token", "a.log", 3, 1), ("token", "a.log", None, 1)
-    ]  # fmt: skip
+    hit = {"rule": "token", "file": "a.log", "count": 1}
+    findings = [{**hit, "line": line} for line in (2, 3, None)]
+    assert outcome == {"gate": "failed", "findings": findings, "removed": []}
