@@ -98,6 +98,20 @@ def test_usage_errors(argv, capsys):
     assert stop.value.code == 2 and capsys.readouterr().err
 
 
+@pytest.mark.parametrize("argv, told", [
+    ([], ["PROFILE", "BUDGET"]), (["--profile", "cpu"], ["BUDGET"]),
+    (["--budget", "2m"], ["PROFILE"]),
+])  # fmt: skip
+def test_an_option_given_by_the_environment_is_told_to_mean_nothing(
+    argv, told, monkeypatch, capsys
+):
+    monkeypatch.setenv("PROFILE", "quick")
+    monkeypatch.setenv("BUDGET", "2m")
+    assert runner.main(["--dry-run", *argv]) == 0
+    said = [x for x in capsys.readouterr().err.splitlines() if "environment means nothing" in x]
+    assert [x.split()[0] for x in said] == told
+
+
 def test_verbs():
     assert verb("fly").returncode == 2
     assert verb("--help").returncode == 0
