@@ -68,9 +68,6 @@ def test_a_planted_change_is_found_and_drift_is_none(planted, drift, verdicts, l
     assert low <= sum(v in verdicts.split() for v in found) / len(found) <= high
 
 
-# ---------------------------------------------------------------------------------- one case
-
-
 def row(median, half=0.003, **changes):
     ci = [median * (1 - half), median * (1 + half)]
     return bench_row("c", median, None, **{"ci95_us": ci, **changes})
@@ -102,9 +99,6 @@ def test_the_verdict_of_one_case_has_its_reason(a, b, verdict, why):
     assert got[0] == verdict and why in got[1], got
 
 
-# ---------------------------------------------------------------------------------- two bundles
-
-
 def made(folder, rows=(), *, name="all_pass", drop=(), change=None, stage="sel_bench"):
     """The sample with `rows` in `stage`, without the cases in `drop`."""
     write_sample(folder, name)
@@ -120,46 +114,68 @@ def run(a, b, *options, capsys=None):
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.fixture
+def compared_as(tmp_path, capsys):
+    """compared_as(options of `made` for A, for B, arguments): (exit code, what compare found)."""
+
+    def call(a=None, b=None, *options):
+        made_ = [made(tmp_path / name, **(how or {})) for name, how in (("a", a), ("b", b))]
+        return run(*made_, *options, capsys=capsys)
+
+    return call
+
+
 def cell(result, case):
     return next(c for c in result["cells"] if c["case"].startswith(case))
 
 
-def test_equal_bundles_are_the_same(tmp_path, capsys):
-    a, b = made(tmp_path / "a"), made(tmp_path / "b")
-    code, result = run(a, b, capsys=capsys)
+def on_device(**changes):
+    return lambda events: events[0]["device"].update(changes)
+
+
+def ending(*stages, **changes):
+    """A change by which these stages end otherwise."""
+
+    def change(events):
+        for event in events:
+            if event["ev"] == "stage_end" and event["stage"] in stages:
+                event["result"].update(changes)
+
+    return change
+
+
+def test_equal_bundles_are_the_same(compared_as):
+    code, result = compared_as()
     assert code == 0 and result["counts"] == {"SAME": 22} and result["environment"] == []
 
 
-def test_a_bundle_that_does_not_verify_is_no_proof(tmp_path, capsys):
+def test_a_bundle_that_does_not_verify_is_no_proof(compared_as):
     """Edited in the journal too, and everything made anew of it."""
 
     def change(events):
         row = next(e["row"] for e in events if e["ev"] == "row" and e["row"].get("speedup"))
         row["speedup"] *= 3
 
-    a, b = made(tmp_path / "a"), made(tmp_path / "b", change=change)
-    code, result = run(a, b, capsys=capsys)
+    code, result = compared_as(None, dict(change=change))
     assert code == 5 and "B does not verify: bench" in result["notes"][0]
     assert "speedup" in result["notes"][0] and result["counts"] == {"SAME": 22}
 
 
 def test_faster_slower_new_gone(tmp_path, capsys):
-    rows_a = [bench_row("t/slower", 50.0, 1.5), bench_row("t/faster", 50.0, 1.5),
-              bench_row("t/gone", 50.0, 1.5), bench_row("t/lost", 50.0, 1.5)]  # fmt: skip
-    rows_b = [bench_row("t/slower", 55.0, 1.5), bench_row("t/faster", 45.0, 1.5),
-              bench_row("t/new", 5.0, 1.5),
-              bench_row("t/lost", 50.0, 1.5, parity={"status": "FAIL"})]  # fmt: skip
+    times_a = {"slower": 50.0, "faster": 50.0, "gone": 50.0, "lost": 50.0}
+    times_b = {"slower": 55.0, "faster": 45.0, "new": 5.0}
+    rows_a, rows_b = ([bench_row(f"t/{name}", us, 1.5) for name, us in times.items()]
+                      for times in (times_a, times_b))  # fmt: skip
+    rows_b.append(bench_row("t/lost", 50.0, 1.5, parity={"status": "FAIL"}))
     a, b = made(tmp_path / "a", rows_a), made(tmp_path / "b", rows_b)
     code, result = run(a, b, capsys=capsys)
     assert code == 1
     found = {name: cell(result, f"t/{name}") for name in ("slower", "faster", "new", "gone")}
-    assert {k: v["verdict"] for k, v in found.items()} == {
-        "slower": "SLOWER", "faster": "FASTER", "new": "NEW", "gone": "GONE"
-    }  # fmt: skip
+    assert {name: c["verdict"].lower() for name, c in found.items()} == {n: n for n in found}
     assert found["slower"]["change"] == pytest.approx(0.1)
     lost = cell(result, "t/lost")
-    assert lost["verdict"] == "GONE" and "INVALID: no passed parity" in lost["why"]
-    assert lost["b_us"] is None
+    assert (lost["verdict"], lost["b_us"]) == ("GONE", None)
+    assert "INVALID: no passed parity" in lost["why"]
     assert any("t/lost VALID -> INVALID" in r for r in result["regressions"])
     assert result["floor"] == 0.012
     code, result = run(b, a, "--fail-on", "ambiguous", capsys=capsys)
@@ -188,10 +204,7 @@ def test_a_stage_that_died_says_so_for_each_of_its_cases(tmp_path, capsys):
     ],
 )
 def test_times_of_unlike_boxes_are_not_compared(field, value, words, tmp_path, capsys):
-    def change(events):
-        events[0]["device"][field] = value
-
-    a, b = made(tmp_path / "a"), made(tmp_path / "b", change=change)
+    a, b = made(tmp_path / "a"), made(tmp_path / "b", change=on_device(**{field: value}))
     code, result = run(a, b, capsys=capsys)
     assert code == 5 and result["counts"] == {"NOT_COMPARABLE": 22}
     assert result["incomparable"] == [words] and any(field in c for c in result["environment"])
@@ -199,35 +212,31 @@ def test_times_of_unlike_boxes_are_not_compared(field, value, words, tmp_path, c
     assert code == 0 and result["counts"] == {"SAME": 22} and words in result["notes"][0]
 
 
-def test_a_minor_driver_version_is_no_other_box(tmp_path, capsys):
+def test_a_minor_driver_version_is_no_other_box(compared_as):
     def change(events):
-        events[0]["device"]["driver"] = "580.11"
+        on_device(driver="580.11")(events)
         events[0]["env"]["variables"]["NSA_SEL_TRITON_BLOCK_L"] = "128"
 
-    code, result = run(made(tmp_path / "a"), made(tmp_path / "b", change=change), capsys=capsys)
+    code, result = compared_as(None, dict(change=change))
     assert code == 0 and result["environment"] == [
         "device driver 580.95 -> 580.11", "NSA_SEL_TRITON_BLOCK_L - -> 128"
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("field, value", [("timer", "host_clock"), ("cache", "warm")])
-def test_another_timer_or_cache_mode_is_another_question(field, value, tmp_path, capsys):
-    a = made(tmp_path / "a", [bench_row("t/x", 50.0, 1.5)])
-    b = made(tmp_path / "b", [bench_row("t/x", 90.0, 1.5, **{field: value})])
-    code, result = run(a, b, capsys=capsys)
+def test_another_timer_or_cache_mode_is_another_question(field, value, compared_as):
+    rows = bench_row("t/x", 50.0, 1.5), bench_row("t/x", 90.0, 1.5, **{field: value})
+    code, result = compared_as(*(dict(rows=[row]) for row in rows))
     assert code == 0 and cell(result, "t/x")["verdict"] == "NOT_COMPARABLE"
     assert value in cell(result, "t/x")["why"]
 
 
 def test_parity_is_compared_on_unlike_boxes_too(tmp_path, capsys):
-    def other(events):
-        events[0]["device"]["name"] = "NVIDIA H100"
-
     good = [parity_row("p/one"), test_row("t.py::one")]
     bad = [parity_row("p/one", status="FAIL", why=["max_abs 0.3"]), parity_row("p/two", mae=0.5),
            test_row("t.py::one", "failed", "no")]  # fmt: skip
     a = made(tmp_path / "a", good, stage="triton_fwd")
-    b = made(tmp_path / "b", bad, stage="triton_fwd", change=other)
+    b = made(tmp_path / "b", bad, stage="triton_fwd", change=on_device(name="NVIDIA H100"))
     code, result = run(a, b, capsys=capsys)
     assert code == 1
     assert "parity p/one PASS -> FAIL (max_abs 0.3)" in result["regressions"]
@@ -242,18 +251,18 @@ def test_parity_is_compared_on_unlike_boxes_too(tmp_path, capsys):
     ("floors", "taken"),
     [((0.012, 0.05), 0.05), ((0.05, 0.012), 0.05), ((None, 0.05), 0.05), ((0.002, None), 0.01)],
 )
-def test_the_noisier_box_sets_the_floor(floors, taken, tmp_path, capsys):
+def test_the_noisier_box_sets_the_floor(floors, taken, compared_as):
     """4 % between a quiet and a noisy box is no speedup, whichever of them was first."""
-    rows, folders = [bench_row("t/x", 50.0, None), bench_row("t/x", 48.0, None)], []
-    for name, row_, floor in zip("ab", rows, floors, strict=True):
 
-        def change(events, floor=floor):
+    def of_floor(us, floor):
+        def change(events):
             for event in events:
                 if event["ev"] == "row" and event["row"]["kind"] == "health":
                     event["row"]["aa_noise_floor"] = floor
 
-        folders.append(made(tmp_path / name, [row_], change=change))
-    _, result = run(*folders, capsys=capsys)
+        return dict(rows=[bench_row("t/x", us, None)], change=change)
+
+    _, result = compared_as(of_floor(50.0, floors[0]), of_floor(48.0, floors[1]))
     assert result["floor"] == taken
     assert (cell(result, "t/x")["verdict"] == "FASTER") == (taken < 0.03)
 
@@ -261,35 +270,41 @@ def test_the_noisier_box_sets_the_floor(floors, taken, tmp_path, capsys):
 @pytest.mark.parametrize("before", ["VALID", "UNSTABLE"])
 @pytest.mark.parametrize("after", ["INVALID", "FAILED"])
 def test_a_time_that_lost_its_proof_is_a_regression_however_shaky_it_was(
-    before, after, tmp_path, capsys
+    before, after, compared_as
 ):
     why = ["drift"] if before == "UNSTABLE" else []
-    a = made(tmp_path / "a", [bench_row("t/x", 50.0, 1.5, status=before, why=why)])
-    b = made(tmp_path / "b", [bench_row("t/x", 50.0, 1.5, status=after, why=["mae"])])
-    code, result = run(a, b, capsys=capsys)
+    rows = [bench_row("t/x", 50.0, 1.5, status=status, why=why)
+            for status, why in ((before, why), (after, ["mae"]))]  # fmt: skip
+    code, result = compared_as(*(dict(rows=[row]) for row in rows))
     assert code == 1 and f"bench t/x {before} -> {after} (mae)" in result["regressions"]
 
 
-def test_proof_is_compared_by_dtype_in_whatever_order_it_came(tmp_path, capsys):
+def test_proof_is_compared_by_dtype_in_whatever_order_it_came(compared_as):
     """Else what was repaired in one dtype hides what broke in the other."""
     rows = [parity_row("p/one", dtype=dtype, **({} if good else {"status": "FAIL", "why": ["mae"]}))
             for dtype, good in (("bf16", 1), ("fp16", 0), ("fp16", 1), ("bf16", 0))]  # fmt: skip
-    a = made(tmp_path / "a", rows[:2], stage="triton_fwd")
-    b = made(tmp_path / "b", rows[2:], stage="triton_fwd")
-    code, result = run(a, b, capsys=capsys)
+    code, result = compared_as(*(dict(rows=r, stage="triton_fwd") for r in (rows[:2], rows[2:])))
     assert code == 1 and result["regressions"] == ["parity p/one PASS -> FAIL (mae)"]
     assert result["repaired"] == ["parity p/one FAIL -> PASS"]
 
 
-@pytest.mark.parametrize("status", ["FAIL", "CRASH", "TIMEOUT", "INFRA"])
-def test_a_stage_that_ended_otherwise_is_a_regression(status, tmp_path, capsys):
-    def change(events):
-        for event in events:
-            if event["ev"] == "stage_end" and event["stage"] == "fa2_probe":
-                event["result"].update(status=status, reason="why", required=False)
+@pytest.mark.parametrize(
+    ("stage", "status", "required"),
+    [
+        *(("fa2_probe", status, False) for status in ("FAIL", "CRASH", "TIMEOUT", "INFRA")),
+        ("triton_bwd", "NOT_RUN", True),  # it proves nothing any more
+    ],
+)
+def test_a_stage_that_ended_otherwise_is_a_regression(stage, status, required, compared_as):
+    change = ending(stage, status=status, reason="why", required=required)
+    code, result = compared_as(None, dict(change=change))
+    assert code == 1 and f"stage {stage} PASS -> {status}" in result["regressions"]
 
-    code, result = run(made(tmp_path / "a"), made(tmp_path / "b", change=change), capsys=capsys)
-    assert code == 1 and result["regressions"] == [f"stage fa2_probe PASS -> {status}"]
+
+def test_an_optional_stage_may_prove_nothing(compared_as):
+    change = ending("fa2_probe", status="NOT_RUN", reason="no test was collected", required=False)
+    code, result = compared_as(None, dict(change=change))
+    assert code == 0 and result["regressions"] == []
 
 
 PROOF = [*(parity_row(f"p/{i}") for i in range(5)), test_row("t.py::one"), test_row("t.py::two")]
@@ -319,31 +334,17 @@ def test_proof_that_vanished_is_a_regression(tmp_path, capsys):
     assert code == 0 and not result["regressions"] and not result["repaired"]
 
 
-def test_another_card_may_skip_other_tests(tmp_path, capsys):
-    def other(events):
-        events[0]["device"]["name"] = "NVIDIA A100"
-
-    a = made(tmp_path / "a", [test_row("t.py::one")], stage="triton_fwd")
-    skipped = [test_row("t.py::one", "skipped", "needs SM 9.0")]
-    b = made(tmp_path / "b", skipped, stage="triton_fwd", change=other)
-    assert run(a, b, capsys=capsys)[1]["regressions"] == []
-    b = made(tmp_path / "c", [], stage="triton_fwd", change=other)
-    assert run(a, b, capsys=capsys)[1]["regressions"] == ["test t.py::one passed -> absent"]
-
-
-def test_a_stage_that_proves_nothing_any_more_is_a_regression(tmp_path, capsys):
-    def not_run(events):
-        for event in events:
-            if event["ev"] == "stage_end" and event["stage"] in ("triton_bwd", "fa2_probe"):
-                event["result"].update(status="NOT_RUN", reason="no test was collected")
-                event["result"]["required"] = event["stage"] == "triton_bwd"
-
-    a, b = made(tmp_path / "a"), made(tmp_path / "b", change=not_run)
-    optional = next(s for s in rebuild(a)[0]["stages"] if s["id"] == "fa2_probe")
-    code, result = run(a, b, capsys=capsys)
-    assert code == 1 and "stage triton_bwd PASS -> NOT_RUN" in result["regressions"]
-    said = any("stage fa2_probe" in r for r in result["regressions"])
-    assert said is optional["required"]
+@pytest.mark.parametrize(
+    ("rows", "regressions"),
+    [
+        ([test_row("t.py::one", "skipped", "needs SM 9.0")], []),
+        ([], ["test t.py::one passed -> absent"]),
+    ],
+)
+def test_another_card_may_skip_other_tests(rows, regressions, compared_as):
+    b = dict(rows=rows, stage="triton_fwd", change=on_device(name="NVIDIA A100"))
+    _, result = compared_as(dict(rows=[test_row("t.py::one")], stage="triton_fwd"), b)
+    assert result["regressions"] == regressions
 
 
 def test_what_was_not_asked_for_is_not_missed(tmp_path, capsys):
@@ -365,17 +366,13 @@ def test_what_was_not_asked_for_is_not_missed(tmp_path, capsys):
     assert gone and all(c["not_asked"] for c in gone)
 
 
-def test_cards_that_b_does_not_have_are_not_missed(tmp_path, capsys):
+def test_cards_that_b_does_not_have_are_not_missed(compared_as):
     def two_cards(events):
-        start, numbers = events[0], {"triton_fwd": [0], "triton_bwd": [1]}
-        for stage in start["plan"]:
-            stage.update({"gpus": numbers[stage["id"]]} if stage["id"] in numbers else {})
-        for event in events:
-            if event["ev"] == "stage_end" and event["stage"] in numbers:
-                event["result"]["gpus"] = numbers[event["stage"]]
+        for name, gpu in (("triton_fwd", 0), ("triton_bwd", 1)):
+            next(s for s in events[0]["plan"] if s["id"] == name)["gpus"] = [gpu]
+            ending(name, gpus=[gpu])(events)
 
-    a = made(tmp_path / "a", change=two_cards)
-    code, result = run(a, made(tmp_path / "b", change=without_stage("triton_bwd")), capsys=capsys)
+    code, result = compared_as(dict(change=two_cards), dict(change=without_stage("triton_bwd")))
     assert code == 0 and not result["regressions"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -35,9 +36,9 @@ def examine(tmp_path, torch=None, device=None, git=None, environ=None, gpu=True)
 
 
 def test_a_good_box_is_not_blocked(tmp_path):
-    checks = examine(tmp_path)
-    assert not [c for c in checks.values() if c.level == "BLOCK"]
-    assert checks["flash-attn"].level == "WARN"
+    assert not [c for c in examine(tmp_path).values() if c.level == "BLOCK"]
+    quiet = examine(tmp_path, {"startup": []}, environ={"PYTHONPATH": "/x/.deps/cp311"})
+    assert "startup" not in quiet
 
 
 def test_the_guide_quotes_the_doctor(tmp_path, monkeypatch):
@@ -51,8 +52,21 @@ def test_the_guide_quotes_the_doctor(tmp_path, monkeypatch):
     assert wheel in fix and wheel in guide
 
 
-SICK = [
+NO_GPU = {"driver": None, "name": None, "reason": "no NVIDIA hardware", "hardware": None}
+BOXES = [
     # (what is different, check, level, words)
+    ({}, "gpu", "OK", "NVIDIA H200"), ({}, "torch", "OK", "2.11.0+cu130"),
+    ({"torch": {"triton": "3.6.0+git5b1", "triton_pin": "pytorch-triton==3.6.0+git5b1"}},
+     "triton", "OK", "3.6.0+git5b1"),
+    ({"torch": {"cuda_driver": "13.2"}}, "cuda", "OK", "13.2"),
+    ({"gpu": False}, "gpu", "OK", "cpu profile was chosen"),
+    ({}, "flash-attn", "WARN", "not installed"),
+    # A restart helps a driver that does not answer, and no box without a card.
+    ({"device": NO_GPU}, "driver", "BLOCK", "--gpus all"),
+    ({"device": NO_GPU | {"hardware": "PCI"}}, "driver", "BLOCK", "restart the box"),
+    ({"torch": {"startup": ["/a/sitecustomize.py"]},
+      "environ": {"PYTHONPATH": "/p", "PYTHONSTARTUP": "/s"}}, "startup", "WARN",
+     ": PYTHONPATH has /p; PYTHONSTARTUP is set; /a/sitecustomize.py runs"),
     ({"torch": {"torch_error": "ImportError: no torch"}}, "torch", "BLOCK", "no torch"),
     ({"torch": {"cuda_build": None}}, "torch", "BLOCK", "without CUDA"),
     ({"torch": {"hip": "6.0"}}, "torch", "BLOCK", "ROCm"),
@@ -96,20 +110,12 @@ SICK = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "name", "level", "words"), SICK, ids=[
-    f"{s[1]}-{i}" for i, s in enumerate(SICK)])  # fmt: skip
-def test_sick_box(tmp_path, changes, name, level, words):
+@pytest.mark.parametrize(("changes", "name", "level", "words"), BOXES, ids=[
+    f"{s[1]}-{i}" for i, s in enumerate(BOXES)])  # fmt: skip
+def test_what_is_said_of_a_box(tmp_path, changes, name, level, words):
     check = examine(tmp_path, **changes)[name]
-    assert check.level == level and words in check.text and check.fix
-
-
-def test_without_hardware_the_fix_is_to_pass_a_gpu_through(tmp_path):
-    """A restart helps a driver that does not answer, and no box without a card."""
-    none = {"driver": None, "name": None, "reason": "no NVIDIA hardware", "hardware": None}
-    check = examine(tmp_path, device=none)["driver"]
-    assert check.level == "BLOCK" and "--gpus all" in check.fix and "restart" not in check.fix
-    there = {**none, "reason": "nvidia-smi did not answer", "hardware": "PCI"}
-    assert "restart the box" in examine(tmp_path, device=there)["driver"].fix
+    assert check.level == level and words in f"{check.text}\n{check.fix}"
+    assert check.fix or level == "OK"
 
 
 def test_a_check_that_fails_itself_is_named(tmp_path, monkeypatch):
@@ -118,27 +124,6 @@ def test_a_check_that_fails_itself_is_named(tmp_path, monkeypatch):
     check = checks["doctor"]
     assert check.level == "WARN" and "quiet" in checks  # it hides no other
     assert check.text == "the check of space failed itself: ZeroDivisionError: division by zero"
-
-
-def test_what_is_right_is_said_too(tmp_path):
-    torch = {"triton": "3.6.0+git5b1", "triton_pin": "pytorch-triton==3.6.0+git5b1",
-             "cuda_driver": "13.2"}  # fmt: skip
-    checks = examine(tmp_path, torch=torch)
-    assert {checks[n].level for n in ("gpu", "torch", "triton", "cuda")} == {"OK"}
-    assert "NVIDIA H200" in checks["gpu"].text
-    chosen = examine(tmp_path, gpu=False)["gpu"]
-    assert chosen.level == "OK" and "cpu profile was chosen" in chosen.text
-
-
-def test_code_that_runs_before_ours_is_told(tmp_path):
-    def told(torch, environ):
-        check = examine(tmp_path, torch, environ=environ).get("startup")
-        return check and (check.level, check.text.partition(": ")[2])
-
-    assert told({}, {}) is None and told({"startup": []}, {"PYTHONPATH": "/x/.deps/cp311"}) is None
-    environ = {"PYTHONPATH": "/p", "PYTHONSTARTUP": "/s"}
-    said = "PYTHONPATH has /p; PYTHONSTARTUP is set; /a/sitecustomize.py runs"
-    assert told({"startup": ["/a/sitecustomize.py"]}, environ) == ("WARN", said)
 
 
 def test_files_that_python_runs_at_its_start_are_found(tmp_path):
@@ -157,11 +142,9 @@ def test_files_that_python_runs_at_its_start_are_found(tmp_path):
 
 def test_the_table_of_pairs_is_the_readmes():
     """There a column may hold several releases of torch, and the patch release that is meant."""
-    rows = [
-        [cell.strip() for cell in line.strip("| \n").split("|")]
-        for line in (doctor.ROOT / "README.md").read_text().splitlines()
-        if line.startswith(("| torch |", "| triton |"))
-    ]
+    lines = (doctor.ROOT / "README.md").read_text().splitlines()
+    named = [line for line in lines if line.startswith(("| torch |", "| triton |"))]
+    rows = [[cell.strip() for cell in line.strip("| \n").split("|")] for line in named]
     (torch, triton) = rows
     pairs = {
         ".".join(release.split(".")[:2]): named
@@ -214,17 +197,13 @@ def test_few_cores_are_said(tmp_path, monkeypatch, quota, level):
     assert examine(tmp_path)["cpus"].level == level
 
 
-def test_small_shared_memory_is_said(tmp_path, monkeypatch):
-    free = lambda path: 64 if path == Path("/dev/shm") else 10_000
-    monkeypatch.setattr(box, "free_mib", free)
+def test_room_that_is_short_is_said(tmp_path, monkeypatch):
+    free = {Path("/dev/shm"): 64}
+    monkeypatch.setattr(box, "free_mib", lambda path: free.get(path, 3))
+    found = examine(tmp_path, device={"count": 8})
+    assert found["shm"].level == "WARN" and "64 MiB" in found["shm"].text
+    assert found["space"].level == "BLOCK"
     assert "shm" not in examine(tmp_path, device={"count": 2})
-    check = examine(tmp_path, device={"count": 8})["shm"]
-    assert check.level == "WARN" and "64 MiB" in check.text
-
-
-def test_a_full_or_closed_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(box, "free_mib", lambda path: 3)
-    assert examine(tmp_path)["space"].level == "BLOCK"
     (tmp_path / "file").write_text("x")
     assert examine(tmp_path / "file" / "out")["writable"].level == "BLOCK"
 
@@ -238,9 +217,6 @@ def test_verb():
     blocks = [c for c in checks if c["level"] == "BLOCK"]
     assert done.returncode == (3 if blocks else 0), done.stdout + done.stderr
     assert {"python", "torch", "git", "flags"} <= {c["name"] for c in checks}
-
-
-# ---- probes --------------------------------------------------------------------------------------
 
 
 def test_smi_is_parsed_and_its_failures_are_words(tmp_path, monkeypatch):
@@ -264,38 +240,29 @@ def test_smi_is_parsed_and_its_failures_are_words(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(box.ProbeFailed, match="not installed"):
         box.smi_query()
-
-
-def test_probe_failure_is_a_value():
     assert box.guarded(lambda: 1 / 0).startswith("<probe failed: ZeroDivisionError")
 
 
-def test_fingerprint_changes_with_what_changes_results():
-    base = box.fingerprint(DEVICE, TORCH, {"NSA_USE_FA2": "1", "OTHER": "x"})
-    assert base == box.fingerprint(DEVICE, TORCH, {"NSA_USE_FA2": "1", "NSA_COMMIT": "y"})
-    assert base != box.fingerprint(DEVICE, TORCH, {})
-    assert base != box.fingerprint({**DEVICE, "power_limit_w": 300}, TORCH, {"NSA_USE_FA2": "1"})
-
-
 GPU = {"uuid": "GPU-1", "pci": "0:41:0.0", "mig": "Disabled", "pcie_gen": 5, "temp_c": 41}
+BOX = {"device": DEVICE, "torch": TORCH, "environ": {"NSA_USE_FA2": "1"}, "gpus": [GPU], "cpu": "a"}
 
 
-@pytest.mark.parametrize(("same", "changes"), [
-    (False, {"gpus": [{**GPU, "uuid": "GPU-2"}]}), (False, {"gpus": [{**GPU, "pci": "0:42:0.0"}]}),
-    (False, {"gpus": [{**GPU, "mig": "Enabled"}]}), (False, {"gpus": [GPU, GPU]}),
-    (False, {"cpu": "another"}), (False, {"environ": {"CUDA_MODULE_LOADING": "EAGER"}}),
-    (False, {"environ": {"TRITON_INTERPRET": "1"}}), (False, {"environ": {"PYTHONPATH": "/x"}}),
-    (False, {"environ": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}),
-    (True, {"gpus": [{**GPU, "pcie_gen": 1, "temp_c": 60}]}),  # of an idle card
-    (True, {"environ": {"TRITON_CACHE_DIR": "/x", "CUDA_API_KEY": "1", "VIRTUAL_ENV": "/x"}}),
+@pytest.mark.parametrize(("same", "name", "change"), [
+    *((False, "gpus", [{**GPU, **other}])
+      for other in ({"uuid": "GPU-2"}, {"pci": "0:42:0.0"}, {"mig": "Enabled"})),
+    (False, "gpus", [GPU, GPU]), (False, "cpu", "another"), (False, "environ", {}),
+    (False, "device", DEVICE | {"power_limit_w": 300}),
+    (False, "environ", {"CUDA_MODULE_LOADING": "EAGER"}),
+    (False, "environ", {"TRITON_INTERPRET": "1"}), (False, "environ", {"PYTHONPATH": "/x"}),
+    (False, "environ", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    (False, "environ", {"NSA_LOG_LIMIT": os.fsdecode(b"\xff")}),  # it takes any bytes
+    (True, "gpus", [{**GPU, "pcie_gen": 1, "temp_c": 60}]),  # of an idle card
+    (True, "environ", {"TRITON_CACHE_DIR": "/x", "CUDA_API_KEY": "1", "VIRTUAL_ENV": "/x",
+                       "NSA_COMMIT": "y", "OTHER": "x"}),
 ])  # fmt: skip
-def test_fingerprint_is_of_this_box_and_no_other(same, changes):
-    base = {"environ": {}, "gpus": [GPU], "cpu": "a"}
-    found = [box.fingerprint(DEVICE, TORCH, **arguments) for arguments in (base, base | changes)]
-    assert (found[0] == found[1]) is same
-
-
-# ---- set-up of Python ----------------------------------------------------------------------------
+def test_fingerprint_is_of_this_box_and_no_other(same, name, change):
+    kept = {"environ": BOX["environ"] | change} if name == "environ" and change else {name: change}
+    assert (box.fingerprint(**BOX) == box.fingerprint(**BOX | kept)) is same
 
 
 @pytest.fixture

@@ -38,11 +38,6 @@ def test_the_last_line_that_is_an_answer():
     assert streams.last_answer("bye") is None
 
 
-def test_a_fingerprint_takes_any_bytes():
-    strange = {"NSA_LOG_LIMIT": os.fsdecode(b"\xff")}
-    assert env.fingerprint({}, {}, strange) != env.fingerprint({}, {}, {})
-
-
 # ---- files and folders ---------------------------------------------------------------------------
 
 
