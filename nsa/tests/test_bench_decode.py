@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from bench import bench_decode, decode_step, summarize_decode_csv
+from bench import bench_decode, summarize_decode_csv
 from bench.bench_decode import branch_case, total_case
 from bench.decode_step import BRANCHES, Step
 from bench.records import read_csv
@@ -157,31 +157,6 @@ def test_queries_that_are_alike_choose_alike():
         steps[2].check_choice(chosen)
 
 
-@pytest.mark.parametrize("arguments, says", [
-    ("--S_list 64,0", "--S_list: must be a whole number above 0, got '0'"),
-    ("--S_list 64;128", "--S_list: must be a whole number above 0"),
-    ("--S_list 64,4 --T 1,5", "--T: must be at most each context length, got 5"),
-    ("--alike 1.5", "--alike: must be from 0 to 1, got 1.5"),
-    ("--B x", "--B: must be a whole number above 0, got 'x'"),
-    ("--groups 3", "groups must divide heads, got heads=4 groups=3"),
-    ("--d 3", "d must divide l and l_sel"), ("--warmup -1", "--warmup: must be 0 or more, got -1"),
-    ("--branch_force_mode all", "--branch_force_mode"), ("", "NSA_USE_FA2"),
-    ("--csv /dev/null/x/decode.csv", "--csv: wants a file that can be written"),
-])  # fmt: skip
-def test_bad_arguments_are_named(arguments, says, capsys, monkeypatch):
-    if not arguments:
-        monkeypatch.setenv(says, "perhaps")
-    with pytest.raises(SystemExit) as stop:
-        bench_decode.main([*SMALL, *arguments.split()])
-    assert stop.value.code == 2 and says in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
-def test_a_gpu_that_is_not_there_is_no_crash(capsys):
-    assert bench_decode.main([*SMALL, "--device", "cuda"]) == 3
-    assert "no CUDA device" in capsys.readouterr().err
-
-
 def test_bare_csv_goes_to_stdout_alone(capsys, monkeypatch):
     """Only the branch asked for is timed."""
     like = ("--S_list", "9", "--branch_force_mode", "sel", "--more", "0")
@@ -314,6 +289,7 @@ def triton_step(device):
 
 @pytest.mark.kernel
 def test_the_triton_step_and_its_branches_are_proven_by_their_launches(kernel_device):
+    """And a branch never reads the others' keys."""
     step = triton_step(kernel_device)
     assert (step.path, step.requested) == ("triton", "triton")
     case = total_case(step, {})
@@ -329,12 +305,6 @@ def test_the_triton_step_and_its_branches_are_proven_by_their_launches(kernel_de
         parity, _ = prove(case, case.candidate, 2, branch)
         ours = {k: n for k, n in parity.launches.items() if k.startswith("_decode")}
         assert ours == dict.fromkeys(step.kernels(branch=branch), 1)
-
-
-@pytest.mark.kernel
-def test_a_forced_branch_never_reads_the_others_keys(kernel_device):
-    step = triton_step(kernel_device)
-    for branch in BRANCHES:
         step.refill(0)
         want = step.alone(branch)()
         for other in set(BRANCHES) - {branch}:
@@ -348,21 +318,23 @@ def test_a_forced_branch_must_be_one(kernel_device):
     from nsa.kernels.decode import nsa_decode_triton
 
     x = torch.zeros(1, 1, 2, 16, device=kernel_device, dtype=torch.float16)
-    args = (x, *[x] * 6, x, torch.ones(1, dtype=torch.int32, device=kernel_device))
+    args = (*[x] * 8, torch.ones(1, dtype=torch.int32, device=kernel_device))
     sizes = dict(l=8, d=4, l_sel=8, n_sel=4, n_init=1, n_local=2, window=12, max_len=1)
-    for branch, words in (
-        ("all", "branch must be None, 'cmp', 'sel' or 'win', got 'all'"),
-        ("sel", "block_indices go with branch 'sel'"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            nsa_decode_triton(*args, branch=branch, **sizes)
+    call = lambda branch: lambda: nsa_decode_triton(*args, branch=branch, **sizes)
+    helpers.assert_raises(
+        (ValueError, "branch must be None, 'cmp', 'sel' or 'win', got 'all'", call("all")),
+        (ValueError, "block_indices go with branch 'sel'", call("sel")),
+    )
 
 
 # ---- the summary ---------------------------------------------------------------------------------
 
 
+NEEDED = summarize_decode_csv.NEEDED
+
+
 def line(**changes):
-    base = dict.fromkeys(summarize_decode_csv.NEEDED, "")
+    base = dict.fromkeys(NEEDED, "")
     base |= {
         "S": "512", "ms_total": "0.5", "ms_cmp": "0.1", "ms_sel": "0.25", "ci_low": "0.49",
         "ci_high": "0.52", "reads_actual_decode": "90", "reads_expected_decode": "90",
@@ -372,7 +344,7 @@ def line(**changes):
     return {**base, **changes}
 
 
-def summary(tmp_path, capsys, rows, header=summarize_decode_csv.NEEDED):
+def summary(tmp_path, capsys, rows, header=NEEDED):
     path = tmp_path / "d.csv"
     text = "\n".join(",".join(row[name] for name in header) for row in rows)
     path.write_text(",".join(header) + "\n" + text + ("\n" if text else ""))
@@ -398,34 +370,42 @@ def test_the_second_table_says_whose_time_is_whose_and_what_binds(tmp_path, caps
     rows = [line(**more, B="1", launch_bound="True"),
             line(**more, B="64", launch_bound="False"),
             line(**dict.fromkeys(names, ""), B="2", launch_bound="")]  # fmt: skip
-    header = (*summarize_decode_csv.NEEDED, *names, "B", "launch_bound")
-    code, out, _ = summary(tmp_path, capsys, rows, header)
+    code, out, _ = summary(tmp_path, capsys, rows, (*NEEDED, *names, "B", "launch_bound"))
     assert code == 0
     _, _, table = out.partition("As a CUDA graph")
     head, _, *lines = [[c.strip() for c in t.strip("| ").split(" | ")]
                        for t in table.splitlines() if t.startswith("|")]  # fmt: skip
     first, second = (dict(zip(head, cells, strict=True)) for cells in lines)
-    assert (first["B"], first["eager step launch-bound"]) == ("1", "yes")
-    assert (second["B"], second["eager step launch-bound"]) == ("64", "no")
-    assert first["graph ms [95 %]"] == "1.0000 [2.0000, 3.0000]"
-    assert first["dense graph ms"] == "4.0000" and first["over dense"] == "5.00 [6.00, 7.00]"
-    assert first["layer eager, wall ms"] == "8.0000"
-    assert first["layer eager, device ms"] == "9.0000 [10.0000, 11.0000]"
-    assert first["layer graph ms"] == "12.0000 [13.0000, 14.0000]"
+    assert (
+        first
+        | {
+            "B": "1",
+            "eager step launch-bound": "yes",
+            "graph ms [95 %]": "1.0000 [2.0000, 3.0000]",
+            "dense graph ms": "4.0000",
+            "over dense": "5.00 [6.00, 7.00]",
+            "layer eager, wall ms": "8.0000",
+            "layer eager, device ms": "9.0000 [10.0000, 11.0000]",
+            "layer graph ms": "12.0000 [13.0000, 14.0000]",
+        }
+        == first
+    )
+    assert second == first | {"B": "64", "eager step launch-bound": "no"}
 
 
-def test_summary_of_nothing_and_of_something_else(tmp_path, capsys):
-    code, out, err = summary(tmp_path, capsys, [])
-    assert (code, out) == (3, "") and "has no rows" in err
-    for changes, header, says in (
-        (dict(ms_total="nan"), None, "d.csv:2: ms_total must be a finite number"),
-        (dict(S=""), None, "d.csv:2: S is empty"),
-        (dict(speedup="fast"), None, "d.csv:2: speedup must be"),
-        ({}, ("S", "ms_total"), "no column ms_cmp"),
-    ):
-        rows = [line(**changes)]
-        code, out, err = summary(tmp_path, capsys, rows, header or summarize_decode_csv.NEEDED)
-        assert (code, out) == (2, "") and says in err
+@pytest.mark.parametrize(
+    "rows, header, code, says",
+    [
+        ([], NEEDED, 3, "has no rows"),
+        ([dict(ms_total="nan")], NEEDED, 2, "d.csv:2: ms_total must be a finite number"),
+        ([dict(S="")], NEEDED, 2, "d.csv:2: S is empty"),
+        ([dict(speedup="fast")], NEEDED, 2, "d.csv:2: speedup must be"),
+        ([{}], ("S", "ms_total"), 2, "no column ms_cmp"),
+    ],
+)
+def test_summary_of_nothing_and_of_something_else(rows, header, code, says, tmp_path, capsys):
+    found, out, err = summary(tmp_path, capsys, [line(**changes) for changes in rows], header)
+    assert (found, out) == (code, "") and says in err
     (tmp_path / "t.txt").write_text("no table at all\n")
     for name in ("t.txt", "none.csv"):
         assert summarize_decode_csv.main([str(tmp_path / name)]) == 2
@@ -442,13 +422,13 @@ def test_reads_are_counted_by_what_the_result_depends_on(S):
 
 def test_a_count_that_is_wrong_on_both_sides_is_told(monkeypatch):
     """The cache's counter and the formula it is held against have the same fault."""
-    real = decode_step.Step._count
+    real = Step._count
 
     def count(step):
         right = real(step)
         return replace(right, win=right.win - 1, expected_step=right.expected_step - 1)
 
-    monkeypatch.setattr(decode_step.Step, "_count", count)
+    monkeypatch.setattr(Step, "_count", count)
     with pytest.raises(AssertionError, match="the cache counted reads .* its values reach"):
         make(S=41)
 

@@ -12,7 +12,16 @@ from unittest import mock
 import pytest
 import torch
 
-from bench import bench_fa2, bench_prefill, bench_sel_triton, health
+from bench import (
+    bench_context_parallel,
+    bench_decode,
+    bench_fa2,
+    bench_generate,
+    bench_peers,
+    bench_prefill,
+    bench_sel_triton,
+    health,
+)
 from bench.device import Ceilings, Gpu, ceilings
 from bench.parity import never_launched
 from bench.prefill_inputs import (
@@ -123,7 +132,8 @@ def test_defaults_are_the_documented_columns_and_cells():
     assert {(c.H, c.n_sel, c.L) for c in cells} == set(every)
 
 
-SEL, PREFILL, FA2 = bench_sel_triton, bench_prefill, bench_fa2
+SEL, PREFILL, FA2, DECODE = bench_sel_triton, bench_prefill, bench_fa2, bench_decode
+PEERS, GENERATE, RANKS = bench_peers, bench_generate, bench_context_parallel
 NO_FILE = "wants a file that can be written, got "
 
 
@@ -151,14 +161,43 @@ NO_FILE = "wants a file that can be written, got "
     (PREFILL, "--ops full,half", "--ops"), (PREFILL, "--directions up", "--directions"),
     (PREFILL, "--G 0", "--G: must be"),
     (PREFILL, "--d 24", "--d must divide --l, got 24 and 32"),
+    (DECODE, "--S_list 64,0", "--S_list: must be a whole number above 0, got '0'"),
+    (DECODE, "--S_list 64;128", "--S_list: must be a whole number above 0"),
+    (DECODE, "--S_list 64,4 --T 1,5", "--T: must be at most each context length, got 5"),
+    (DECODE, "--alike 1.5", "--alike: must be from 0 to 1, got 1.5"),
+    (DECODE, "--B x", "--B: must be a whole number above 0, got 'x'"),
+    (DECODE, "--groups 3", "groups must divide heads, got heads=64 groups=3"),
+    (DECODE, "--d 3", "d must divide l and l_sel"),
+    (DECODE, "--warmup -1", "--warmup: must be 0 or more, got -1"),
+    (DECODE, "--branch_force_mode all", "--branch_force_mode"),
+    (DECODE, "--csv /dev/null/x/decode.csv", f"--csv: {NO_FILE[:-6]}"),
+    (PEERS, "--sfnsa /nowhere", "--sfnsa must be a folder with flash_nsa/, got /nowhere"),
+    (PEERS, "--no_dense", "--sfnsa must name a checkout"),
+    (PEERS, "--directions bwd", "--directions: must be from fwd, fwd+bwd, each once, got bwd"),
+    (PEERS, "--G 5", "--G must divide --HQ, got 5 and 64"),
+    (PEERS, "--selection fla", "--selection: must be from vllm, cudnn, each once, got fla"),
+    (PEERS, "--selection cudnn --directions fwd+bwd", "--selection is forward alone, got"),
+    (PEERS, "--selection vllm --D 192", "wants --D and --Dv alike, got 192 and 128"),
+    (PEERS, "--sharing some", "--sharing: must be from random, shared, documents, each once"),
+    (GENERATE, "--new 2", "--new must be at least 5, got 2"),
+    (RANKS, "--S_list 1000 --d 16", "multiples of 2 * W * d = 128, got 1000"),
     *((bench, "", "NSA_SEL_TRITON_MIN_L") for bench in (SEL, PREFILL, FA2)),  # is no number
+    (DECODE, "", "NSA_USE_FA2"),
 ])  # fmt: skip
 def test_bad_arguments_are_usage_errors(bench, argv, says, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
     if not argv:
         monkeypatch.setenv(says, "many")
     with pytest.raises(SystemExit) as stop:
         bench.parse(argv.split())
     assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bench, argv", [(DECODE, "--device cuda"), (PEERS, ""), (GENERATE, "")])
+def test_without_a_gpu_nothing_is_timed(bench, argv, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main(argv.split()) == 3
+    assert "no CUDA device" in capsys.readouterr().err
 
 
 def test_block_quality_sees_every_wrong_choice():
