@@ -108,10 +108,9 @@ def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, 
     heads = 4 if together is None else 16
     queries = tile_blocks.queries_of(heads)
     assert queries == (16 if heads == 4 else QUERIES)
-    monkeypatch.setattr(tile_blocks, "TOGETHER", together or 0)
     monkeypatch.setitem(tile_blocks.LEAST, heads, 3)
-    monkeypatch.setattr(tile_blocks, "DENSE", 300)
-    x = Lists(case, kind, parts, kernel_device, queries, heads=heads)
+    costs = tile_blocks.Costs(215, 95, 145, 300, together or 0)
+    x = Lists(case, kind, parts, kernel_device, queries, heads=heads, costs=costs)
     lists, rest_of = x.lists, x.lists.rest
     assert lists.part == 64 // heads and lists.queries == queries
     got = rest_of.blocks.reshape(len(x.home), case.G, -1).tolist()
@@ -125,11 +124,11 @@ def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, 
         rest = {row for row, by in chosen.items() if len(by) < 3 and row not in last}
         n_rest = sum(len(chosen[row]) for row in rest)
         pairs = sum(map(len, chosen.values()))
-        cost = tile_blocks.READ * len(chosen) + tile_blocks.PAIR * pairs
-        dense = 300 * (len(chosen) - len(rest))
+        shared = costs.read * len(chosen) + costs.pair * pairs
+        dense = costs.dense * (len(chosen) - len(rest)) + costs.together
         by_keys = together is None
         if together is not None:
-            by_keys = n_rest > 0 and together + tile_blocks.REST_PAIR * n_rest + dense < cost
+            by_keys = n_rest > 0 and costs.rest_pair * n_rest + dense < shared
         if not by_keys:
             rest = set()
             whole.append(tile * case.G + g)

@@ -148,7 +148,8 @@ def test_what_they_do_not_take_stays_where_it_was(how, forward, backward, blocks
     (dict(hq=16), 16, 64, 0.1, False), (dict(hq=34), 16, 64, 0.1, False),
     (dict(hq=32, d=192), 16, 64, 0.1, True), (dict(hq=32, dv=64), 16, 64, 0.1, False),
     (dict(hq=32, d=192, dv=192), 16, 64, 0.1, False),
-    (dict(hq=8, S=6144, d=192), 16, 64, 0.1, False),
+    (dict(hq=8, S=6144, d=192), 16, 64, 0.1, True),
+    (dict(hq=16, S=4096, d=64, dv=64), 16, 64, 0.1, True),
     (dict(hq=32, dtype=torch.float32), 16, 64, 0.1, False), (dict(hq=32), 129, 64, 0.1, False),
     (dict(hq=32), 0, 64, 0.1, False), (dict(hq=32), 16, 32, 0.1, False),
     (dict(hq=32), 16, 128, 0.1, True), (dict(hq=32), 65, 128, 0.1, False),
@@ -609,7 +610,17 @@ LONG = [
     Case((1, 1700, 63, 31, 129), h=8, n_sel=5, **ROUND),
     Case((2500,), h=16, n_sel=16, q_start=3000, **ROUND | dict(l_sel=128)),
     Case(LONGEST, h=4, n_sel=8, **ROUND | dict(l_sel=128)),
+    pytest.param(Case((2500,), h=16, n_sel=16, q_start=3000, **ROUND | dict(D=192)), marks=CORE),
+    Case(LONGEST, h=4, n_sel=5, **ROUND | dict(D=192)),
+    Case((2500,), h=8, n_sel=16, q_start=777, batch=2, **ROUND | dict(D=64, Dv=64)),
+    Case(LONGEST, h=16, n_sel=16, **ROUND | dict(D=64, Dv=64)),
 ]
+
+
+def together(monkeypatch, cost):
+    """Tiles go by keys where that saves more than so much."""
+    costs = {widths: c._replace(together=cost) for widths, c in tile_blocks.COSTS.items()}
+    monkeypatch.setattr(tile_blocks, "COSTS", costs)
 
 
 @pytest.fixture
@@ -618,7 +629,7 @@ def by_keys(monkeypatch):
     any_length = dict.fromkeys(blocks_fwd_hopper.SPLIT_KEYS, 0)
     monkeypatch.setattr(blocks_fwd_hopper, "SPLIT_KEYS", any_length)
     monkeypatch.setattr(blocks_fwd_hopper, "SPLIT_QUERIES", any_length)
-    monkeypatch.setattr(tile_blocks, "TOGETHER", -(10**6))
+    together(monkeypatch, -(10**6))
 
 
 def attend_both(x, **changes):
@@ -649,8 +660,11 @@ def test_selection_by_keys_agrees_with_shared_reads(case, kind, device, by_keys,
 def test_where_tiles_pay_some_go_by_keys(device, by_keys, monkeypatch):
     """The bound between both ways is in the middle of the tiles, and the way of each shows."""
     x = Problem(LONG[0].values[0], "ragged", device, monkeypatch)
-    monkeypatch.setattr(tile_blocks, "TOGETHER", 1500)
-    lists = tile_blocks.tile_blocks(x.blocks, None, 2500, 5500, 3000, 64, queries=8, heads=16)
+    together(monkeypatch, 1500)
+    costs = tile_blocks.COSTS[128, 128]
+    lists = tile_blocks.tile_blocks(
+        x.blocks, None, 2500, 5500, 3000, 64, queries=8, heads=16, costs=costs
+    )
     whole = lists.rest.listed < 0
     share = whole.double().mean().item()
     assert 0.1 < share < 0.9

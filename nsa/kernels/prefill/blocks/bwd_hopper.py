@@ -335,12 +335,12 @@ def _block_attn_bwd_hopper_kernel(
     QUERIES: gl.constexpr = ROWS // QD.block_type.shape[1]
     dtype: gl.constexpr = QD.dtype
     turn = gl.program_id(0)
-    live = turn < gl.load(PIECES)
-    piece = gl.load(PIECES + 1 + turn, mask=live, other=0)
+    if turn >= gl.load(PIECES):
+        return
+    piece = gl.load(PIECES + 1 + turn)
     chunk = piece // PER_CHUNK
     begin = gl.load(CHUNK_BEGIN + chunk).to(gl.int32) + piece % PER_CHUNK * SHARE
     end = gl.minimum(begin + SHARE, gl.load(CHUNK_END + chunk).to(gl.int32))
-    end = gl.where(live, end, begin)
     tile = gl.load(CHUNK_TILE + chunk)
     group, sequence, n0, n_keys, first_query, first_key = lists_by_keys.keys_of_tile(
         tile, CU_SEQLENS, S_KV, G, per_seq, KEYS, VARLEN
@@ -349,10 +349,7 @@ def _block_attn_bwd_hopper_kernel(
         first_query = sequence * S
     # A unit is token * G + group. This one is the first that sees the block's first key.
     first_unit = (first_query + n0 - q_start) * G + group
-    tiles = gl.maximum(end - begin + QUERIES - 1, 0) // QUERIES
-    # Empty pieces cannot return before the warps part: they have no keys.
-    if tiles == 0:
-        n_keys = 0
+    tiles = (end - begin + QUERIES - 1) // QUERIES
     # Pairs are in the order of their tokens, so those that do not see all keys come first.
     pair = begin + gl.arange(0, SHARE, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     unit = gl.load(UNITS + pair, mask=pair < end, other=2147483647)

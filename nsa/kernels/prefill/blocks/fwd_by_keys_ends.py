@@ -38,12 +38,14 @@ END_WARPS = 2  # 32k: 0.60 ms, four 0.68
 
 @triton.jit
 def _block_attn_begin_kernel(
-    Q, KD, VD, ENTRIES, LISTED, TOP, TOTAL, SUMS, SCALES, T, S, S_KV, G, q_start,
+    Q, KD, KD2, VD, ENTRIES, LISTED, TOP, TOTAL, SUMS, SCALES, T, S, S_KV, G, q_start,
     scale_log2,
     VARLEN: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr,
-    ROOM: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    ROOM: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, EXTRA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """KeySums of QUERIES of a TILE and group over the listed blocks alone."""
+    """KeySums of QUERIES of a TILE and group over the listed blocks alone. EXTRA: columns of Q and
+    K behind the D that V has."""
     # Group is the slow axis: one group's K and V stay in L2 while its tiles pass.
     part = tl.program_id(0) % (TILE // QUERIES)
     tile = tl.program_id(0) // (TILE // QUERIES)
@@ -64,8 +66,11 @@ def _block_attn_begin_kernel(
     first_row = (first_token.to(tl.int64) * G + group) * HEADS
     row = query * G * HEADS + rows % HEADS  # from the first one on
     columns = tl.arange(0, D)
-    place = row[:, None] * D + columns[None, :]
-    q = tl.load(Q + first_row * D + place, mask=live[:, None], other=0.0)
+    first_q, q_place = Q + first_row * (D + EXTRA), row[:, None] * (D + EXTRA)
+    q = tl.load(first_q + (q_place + columns[None, :]), mask=live[:, None], other=0.0)
+    if EXTRA > 0:
+        more = D + tl.arange(0, EXTRA)
+        q2 = tl.load(first_q + (q_place + more[None, :]), mask=live[:, None], other=0.0)
     m = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES * HEADS], tl.float32)
     acc = tl.zeros([QUERIES * HEADS, D], tl.float32)
@@ -75,7 +80,10 @@ def _block_attn_begin_kernel(
         first = (entry >> 32).to(tl.int32)
         chosen = ((entry.to(tl.int32) >> (part * QUERIES + query)) & 1) > 0
         last = tl.where(chosen, own - first, -1)
-        s = tl.dot(q, tl.trans(KD.load([first, group * D])), input_precision=PRECISION)
+        column = group * (D + EXTRA)
+        s = tl.dot(q, tl.trans(KD.load([first, column])), input_precision=PRECISION)
+        if EXTRA > 0:
+            s = tl.dot(q2, tl.trans(KD2.load([first, column + D])), s, input_precision=PRECISION)
         s = tl.where(key[None, :] <= last[:, None], s * scale_log2, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -88,6 +96,7 @@ def _block_attn_begin_kernel(
     tl.store(TOP + first_row + row, m, mask=live)
     tl.store(TOTAL + first_row + row, l, mask=live)
     sums = (acc * tl.load(SCALES + group * D + columns)[None, :]).to(tl.float16)
+    place = row[:, None] * D + columns[None, :]
     tl.store(SUMS + first_row * D + place, sums, mask=live[:, None])
 
 
@@ -146,16 +155,17 @@ def begin_tiles(
     q: Tensor, k: Tensor, v: Tensor, by: Selection, lists: TileBlocks, sums: KeySums
 ) -> None:
     """Fill sums, but for their scales, of the tiles that go by keys. Contiguous inputs."""
-    hq, width = q.shape[-2:]
+    hq, dim = q.shape[-2:]
+    width, extra = v.shape[-1], dim - v.shape[-1]
     groups, parts = k.shape[-2], lists.queries // lists.part
     launch(
         _block_attn_begin_kernel, (len(lists.counts) * parts, groups),
-        q, row_tiles(k, KEYS, width), row_tiles(v, KEYS, width), lists.entries,
-        lists.rest.listed, *sums, q.numel() // (hq * width), *by.lengths(q, k), groups, by.q_start,
-        by.softmax_scale * LOG2E, VARLEN=by.packed,
-        TILE=lists.queries, QUERIES=lists.part, HEADS=hq // groups, ROOM=lists.entries.shape[-1],
-        KEYS=KEYS, D=width, PRECISION=dot_precision(q.dtype), num_warps=WARPS, num_stages=STAGES,
-        maxnreg=REGISTERS,
+        q, row_tiles(k, KEYS, width), row_tiles(k, KEYS, extra or width), row_tiles(v, KEYS, width),
+        lists.entries, lists.rest.listed, *sums, q.numel() // (hq * dim), *by.lengths(q, k), groups,
+        by.q_start, by.softmax_scale * LOG2E, VARLEN=by.packed, TILE=lists.queries,
+        QUERIES=lists.part, HEADS=hq // groups, ROOM=lists.entries.shape[-1],
+        KEYS=KEYS, D=width, EXTRA=extra, PRECISION=dot_precision(q.dtype), num_warps=WARPS,
+        num_stages=STAGES, maxnreg=REGISTERS,
     )  # fmt: skip
 
 

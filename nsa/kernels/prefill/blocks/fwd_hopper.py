@@ -406,7 +406,7 @@ def _blocks(x: Tensor, columns: int) -> Any:
 
 TAKES = (
     "16-bit heads, 64 or 128 wide for Dk = Dv or 192 and 128, "
-    "9 to 16 a group (4 or 8 in long sequences, Dk = Dv), and blocks of 64, 128 .. keys"
+    "9 to 16 a group (4 or 8 in long sequences), and blocks of 64, 128 .. keys"
 )
 
 
@@ -464,6 +464,7 @@ def attend_blocks(
     lists = tile_blocks.tile_blocks(
         by.blocks, by.seq_begin, s_q, s_kv, by.q_start, KEYS, heads=heads if split else 0,
         queries=tile_blocks.queries_of(heads) if split else WARPS, parts=parts,
+        costs=tile_blocks.COSTS[dim, width],
     )  # fmt: skip
     some = (lists.counts,) * 2
     if split:

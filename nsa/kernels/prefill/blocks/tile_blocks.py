@@ -21,15 +21,32 @@ from nsa.kernels.tiles import cdiv, pow2
 MOST_ENTRIES = 1024  # (query, rank) pairs of a tile that a program sorts
 PER_WARP = 128  # of them
 NO_ROW = tl.constexpr(0x7FFFFFFF)
-# What the forward takes, in 10 ps of an H200 at 16 heads of 128: to read a block that a tile shares
-# and for each query that chose it (fwd_hopper.py); or for each pair of the rest
-# (fwd_by_keys_hopper.py), for a block that is listed all the same, and to put both together
-# (fwd_by_keys_ends.py).
-READ, PAIR, REST_PAIR, DENSE, TOGETHER = 215, 95, 145, 950, 4800
 # Queries of a tile that a block needs for not going by keys, by heads of a group.
 LEAST = {4: 14, 8: 8, 16: 5}
 EIGHT = tl.constexpr(8)  # queries that share reads in fwd_hopper.py
 ROWS = 64  # query heads that fwd_by_keys_ends.py does at a time
+
+
+class Costs(NamedTuple):
+    """What the forward takes, in 10 ps of an H200 at 16 heads a group: to read a block that a tile
+    shares and for each query that chose it (fwd_hopper.py); or for each pair of the rest
+    (fwd_by_keys_hopper.py), for a block that is listed all the same, and to put both together
+    (fwd_by_keys_ends.py)."""
+
+    read: int
+    pair: int
+    rest_pair: int
+    dense: int
+    together: int
+
+
+# By the widths of Q's and V's heads. Less for `together` than by itself it takes: where only some
+# tiles go by keys, those find less in the L2.
+COSTS = {
+    (64, 64): Costs(107, 48, 68, 580, 0),
+    (128, 128): Costs(215, 95, 145, 950, 2400),
+    (192, 128): Costs(264, 117, 170, 1190, 2900),
+}
 
 
 @dataclass(frozen=True)
@@ -199,7 +216,7 @@ def room(queries: int, n_parts: int) -> int:
 
 def tile_blocks(
     block_indices: Tensor, seq_begin: Tensor | None, seqlen: int, kv_len: int, q_start: int,
-    keys: int, queries: int, heads: int = 0, parts: int = 1,
+    keys: int, queries: int, heads: int = 0, parts: int = 1, costs: Costs = COSTS[128, 128],
 ) -> TileBlocks:  # fmt: skip
     """Lists of the tiles of `queries` queries for block_indices int32 [.., G, n_sel]; a tile may
     reach over the border of two sequences. Blocks are of `parts` parts of `keys` keys, and what is
@@ -209,7 +226,7 @@ def tile_blocks(
     packed rows have seq_begin. room(queries, n_sel * parts) is at most MOST_ENTRIES. heads: of a
     group, in which case tiles may go by keys: what fewer than LEAST queries chose is their rest,
     but for the last two blocks of each query. With more than eight heads a tile does so where that
-    pays.
+    pays, by costs.
     """
     groups, n_sel = block_indices.shape[-2:]
     tokens = block_indices.numel() // (groups * n_sel)
@@ -230,8 +247,8 @@ def tile_blocks(
         block_indices, seq_begin if varlen else block_indices, entries, counts,
         *(rest or (counts,) * 4), tokens, seqlen, kv_len, groups, n_sel, q_start,
         VARLEN=varlen, QUERIES=queries, N_PAD=pow2(n_sel * parts), PARTS=parts, KEYS=keys,
-        LEAST=LEAST[heads] if heads else 1, BOTH=heads > 8, READ=READ, PAIR=PAIR,
-        REST_PAIR=REST_PAIR, DENSE=DENSE, TOGETHER=TOGETHER,
+        LEAST=LEAST[heads] if heads else 1, BOTH=heads > 8, READ=costs.read, PAIR=costs.pair,
+        REST_PAIR=costs.rest_pair, DENSE=costs.dense, TOGETHER=costs.together,
         num_warps=cdiv(size, PER_WARP),
     )  # fmt: skip
     return TileBlocks(entries, counts, queries, rest, ROWS // heads if heads else 0)

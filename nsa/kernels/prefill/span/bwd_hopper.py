@@ -457,14 +457,14 @@ def _put_keys(OUT, x, row, live, layout: gl.constexpr, STRIDE: gl.constexpr, SPL
 @gluon.jit
 def _span_walk(
     Q, K, V, DO, STATS_ROWS, ANY_NEGATIVE, DK, DV_OUT, buffers, masked_tiles, tiles,
-    start, last, q_begin, m_begin, q_len, n0, k_begin, k_end, k_len, group, G, lse_row,
+    start, last, q_begin, m_begin, q_len, n0, k_begin, k_len, group, G, lse_row,
     delta_row, q_start, span_a, span_b, scale, scale_log2,
     MODE: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, SIGNED: gl.constexpr, EXTRA: gl.constexpr, DS_AT: gl.constexpr,
     DQ_AT: gl.constexpr,
 ):  # fmt: skip
-    """The eight warps: a share of the queries past one tile of keys. k_end: see the kernel. DS_AT,
-    DQ_AT: where memories begin, in bytes."""
+    """The eight warps: a share of the queries past one tile of keys. DS_AT, DQ_AT: where memories
+    begin, in bytes."""
     k_place, v_place, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, extras = buffers
     ROWS: gl.constexpr = BLOCK_Q * HEADS
     KEYS: gl.constexpr = k_place.shape[1]
@@ -485,7 +485,7 @@ def _span_walk(
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, COPY_LAYOUT))
     key_row = (k_begin + key) * G + group
     # By pointers and once: keys past the sequence must be zeros, not the next one's.
-    live = key < k_end
+    live = key < k_len
     k_place.index(0).store(bounded(masked_rows(K, key_row, live, COPY_LAYOUT, WIDTH, K_WIDTH)))
     v_place.index(0).store(finite(masked_rows(V, key_row, live, COPY_LAYOUT, WIDTH, WIDTH)))
     if EXTRA > 0:
@@ -561,12 +561,12 @@ def _span_walk(
     await_phase(first_bar, DQ_FREE, (tiles & 1) ^ 1)  # the last addition has read its tile
     key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, ACC_LAYOUT))
     key_row = (k_begin + key) * G + group
-    _put_keys(DK, dk * scale, key_row, key < k_end, ACC_LAYOUT, K_WIDTH, SPLIT)
-    _put_keys(DV_OUT, dv, key_row, key < k_end, ACC_LAYOUT, WIDTH, SPLIT)
+    _put_keys(DK, dk * scale, key_row, key < k_len, ACC_LAYOUT, K_WIDTH, SPLIT)
+    _put_keys(DV_OUT, dv, key_row, key < k_len, ACC_LAYOUT, WIDTH, SPLIT)
     if EXTRA > 0:
         key = n0 + gl.arange(0, KEYS, gl.SliceLayout(1, ACC2_LAYOUT))
         key_row = (k_begin + key) * G + group
-        _put_keys(DK + WIDTH, dk2 * scale, key_row, key < k_end, ACC2_LAYOUT, K_WIDTH, SPLIT)
+        _put_keys(DK + WIDTH, dk2 * scale, key_row, key < k_len, ACC2_LAYOUT, K_WIDTH, SPLIT)
 
 
 @gluon.jit
@@ -597,13 +597,11 @@ def _span_bwd_hopper_kernel(
         m_end = gl.minimum(gl.maximum(n_last + span_a - q_start, 0), q_len)
         m_begin = gl.maximum(n0 - q_start, 0) // BLOCK_Q * BLOCK_Q + split * share
         m_end = gl.maximum(gl.minimum(m_begin + share, m_end), m_begin)
-    # Programs without keys or queries cannot return before the warps part: they see no key.
-    k_end = k_len
-    if n0 >= k_len:
-        m_end = m_begin
+    nothing = n0 >= k_len
     if SPLIT:
-        if m_begin == m_end:
-            k_end = 0
+        nothing = nothing | (m_begin == m_end)
+    if nothing:
+        return
     # Descriptors serve tiles of live queries only; a sequence may end inside a tile.
     whole_end = gl.minimum((m_end + BLOCK_Q - 1) // BLOCK_Q, q_len // BLOCK_Q) * BLOCK_Q
     whole_end = gl.maximum(whole_end, m_begin)
@@ -674,7 +672,7 @@ def _span_bwd_hopper_kernel(
     gl.warp_specialize([
         (_span_walk, (
             Q, K, V, DO, STATS_ROWS, ANY_NEGATIVE, DK, DV_OUT, buffers, masked_tiles, tiles,
-            start, last, q_begin, m_begin, q_len, n0, k_begin, k_end, k_len,
+            start, last, q_begin, m_begin, q_len, n0, k_begin, k_len,
             group, G, lse_row, delta_row, q_start, span_a, span_b, scale, scale_log2, MODE, BLOCK_Q,
             HEADS, STAGES, SPLIT, SIGNED, EXTRA, DS_AT * LINE, DQ_AT * LINE,
         )),
