@@ -353,6 +353,12 @@ class Problem:
         assert seen.any() and not seen.all()
         return seen.repeat_interleave(case.h, 1)[None]
 
+    def sink(self, row: int) -> Tensor:
+        """Give a row of Q scores of -inf alone. Returns which rows of the output [.., HQ] it is."""
+        self.k[..., 0] = self.k[..., 0].abs() + 1
+        self.q.view(-1, *self.q.shape[-2:])[row, :, 0] = -math.inf
+        return self.q[..., 0].isinf()
+
     @contextlib.contextmanager
     def limit(self, share: int | None) -> Iterator[None]:
         """Few tiles are enough for unions, and the limit is `share` where it is given."""

@@ -274,6 +274,16 @@ def test_keys_that_a_query_did_not_choose_stay_out(case, by, device, request, mo
     assert got["out"][0][rows].isnan().any(-1).all()
 
 
+@pytest.mark.parametrize("case, share", [(TILED[0], ALWAYS), (TILED[0], NEVER), (TILED[1], NEVER)])
+def test_scores_of_minus_infinity_tell(case, share, device, key_tiles, monkeypatch):
+    """No weight is left of them, as of a row that attends nothing, which has output 0."""
+    x = Problem(case, "clustered", device, monkeypatch)
+    sunk = x.sink(7)
+    out, _, counts = by_tiles(x, share)
+    assert counts["_block_attn_outer_kernel"] > 0
+    assert out[sunk].isnan().all() and out[~sunk].isfinite().all()
+
+
 # ---- the backward in one pass --------------------------------------------------------------------
 
 LISTS = {

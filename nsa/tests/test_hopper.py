@@ -685,6 +685,38 @@ def test_what_goes_by_keys_does_not_feel_what_it_cannot_see(case, device, by_key
         assert poisoned[rows].isnan().all()
 
 
+@pytest.mark.parametrize("case", [LONG[0], LONG[4]], ids=str)
+def test_scores_of_minus_infinity_tell(case, device, by_keys, monkeypatch):
+    """No weight is left of them, as of a row that attends nothing, which has output 0."""
+    x = Problem(case, "random", device, monkeypatch)
+    sunk = x.sink(1003)
+    for (out, _), _ in (attend(x), attend(x, use_gluon=False)):
+        assert out[sunk].isnan().all() and out[~sunk].isfinite().all()
+    if case.h == 16:  # eight queries share what they read
+        with deterministic():
+            (out, _), counts = attend(x)
+        assert counts[SHARED] == 1
+        assert out[sunk].isnan().all() and out[~sunk].isfinite().all()
+
+
+@pytest.mark.parametrize("branch", ["compressed", "sliding"])
+def test_scores_of_minus_infinity_tell_in_a_span(branch, device):
+    q, k, v = (randn(1, 600, n, 128, seed=n, dtype=BF16, device=device) for n in (32, 2, 3))
+    v = v[:, :, :2].contiguous()
+    k[..., 0] = k[..., 0].abs() + 1
+    q[:, [40, 599], :, 0] = -float("inf")
+    sunk = q[..., 0].isinf()
+    n = blocks.num_compressed(600, 32, 16)
+    with launches.recording() as counts:
+        if branch == "compressed":
+            few = k[:, :n].contiguous(), v[:, :n].contiguous()
+            out, _ = prefill.compressed_attention_triton(q, *few, l=32, d=16)
+        else:
+            out, _ = prefill.sliding_attention_triton(q, k, v, window=100)
+    assert counts[FORWARD] == 1, dict(counts)
+    assert out[sunk].isnan().all() and out[~sunk].isfinite().all()
+
+
 def test_columns_of_any_size_keep_their_precision(device, by_keys, monkeypatch):
     """Sums in fp16 of columns of V from 2**-90 to 2**90, one value of each far above the others;
     scores from flat to steep."""

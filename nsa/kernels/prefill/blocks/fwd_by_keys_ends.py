@@ -74,12 +74,14 @@ def _block_attn_begin_kernel(
     m = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES * HEADS], tl.float32)
     acc = tl.zeros([QUERIES * HEADS, D], tl.float32)
+    some = 0
     key = tl.arange(0, KEYS)
     for i in range(count):
         entry = tl.load(ENTRIES + at * ROOM + i)
         first = (entry >> 32).to(tl.int32)
         chosen = ((entry.to(tl.int32) >> (part * QUERIES + query)) & 1) > 0
         last = tl.where(chosen, own - first, -1)
+        some |= entry.to(tl.int32)
         column = group * (D + EXTRA)
         s = tl.dot(q, tl.trans(KD.load([first, column])), input_precision=PRECISION)
         if EXTRA > 0:
@@ -93,6 +95,9 @@ def _block_attn_begin_kernel(
         v = VD.load([first, group * D])
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
+    # Scores of -inf alone: not finite, as opposed to a row that attends nothing.
+    some = (some >> (part * QUERIES + query)) & 1
+    l = tl.where((m == float("-inf")) & (some > 0), float("nan"), l)
     tl.store(TOP + first_row + row, m, mask=live)
     tl.store(TOTAL + first_row + row, l, mask=live)
     sums = (acc * tl.load(SCALES + group * D + columns)[None, :]).to(tl.float16)

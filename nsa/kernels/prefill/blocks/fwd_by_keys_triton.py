@@ -138,7 +138,7 @@ def _block_attn_merge_kernel(
     UNION: tl.constexpr, REDO: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one query and group from its partial outputs. AGAIN: like STATE, -1 for tiles
-    of REDO queries with an output that is not finite."""
+    of REDO queries with an output that is not finite, or has no weight."""
     token = first + tl.program_id(0)
     group = tl.program_id(1)
     if UNION > 0:
@@ -168,7 +168,9 @@ def _block_attn_merge_kernel(
         part = head_rows(PARTS, to, live, offs, DV)
         acc += weight[:, None] * part.to(tl.float32)
     acc = acc / tl.where(l == 0, 1.0, l)[:, None]
-    if tl.max((acc * 0.0 != 0.0).to(tl.int32)) > 0:
+    # No weight in spite of keys: scores of -inf, which that kernel tells of.
+    none = (l == 0) & head_live & (tl.max(chosen.to(tl.int32), 0) > 0)
+    if tl.max(((acc * 0.0 != 0.0) | none[:, None]).to(tl.int32)) > 0:
         tl.store(AGAIN + (token // REDO * G + group) * 2, -1)
     out = row * H + head
     put_rows(O, acc, out, head_live, offs, DV)

@@ -120,7 +120,7 @@ def attend_query(
         )
     # A row that attends nothing has l = 0: output 0 and lse = -inf.
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
-    lse = tl.where(l_i > 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
+    lse = tl.where(l_i != 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
     put_rows(O, acc, row_index, head_live, offs_dv, DV)
     tl.store(LSE + row_index, lse, mask=head_live)
 

@@ -92,12 +92,14 @@ def _union_attn_fwd_kernel(
         acc = tl.zeros([QUERIES * HEADS, BLOCK_DV], tl.float32)
         m_i = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
         l_i = tl.zeros([QUERIES * HEADS], tl.float32)
+        some = own_mask
         entries = ENTRIES + at * ROOM
         per_block = block_size // BLOCK_N
         offs_n = tl.arange(0, BLOCK_N)
         for i in tl.range(0, count * per_block):
             entry = tl.load(entries + i // per_block)
             n0 = (entry >> 32).to(tl.int32) * block_size + i % per_block * BLOCK_N
+            some |= entry.to(tl.int32)
             chosen = ((entry.to(tl.int32) >> query) & 1) > 0
             k, k2, v = load_kv(
                 K, V, KD, KD2, VD, first_key, n0, offs_n >= 0, group, G, offs_d, offs_d2, offs_dv,
@@ -122,8 +124,9 @@ def _union_attn_fwd_kernel(
             acc, m_i, l_i = _union_fwd_step(
                 acc, m_i, l_i, q, q2, k, k2, v, chosen, seen, scale_log2, BLOCK_D2, True, PRECISION
             )
-        # NaN: see above. The tile's queries now go one by one.
-        if tl.max((acc != acc).to(tl.int32)) > 0:
+        # NaN: see above; or no weight, by scores of -inf. The tile's queries now go one by one.
+        none = (l_i == 0) & live & (((some >> query) & 1) > 0)
+        if tl.max(((acc != acc) | none[:, None]).to(tl.int32)) > 0:
             tl.store(STATE + at * 2, -1)
         acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
         lse = tl.where(l_i > 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))

@@ -510,7 +510,11 @@ def _consume(
                     before = SCORES.to(gl.int64) + (to + warp * (16 // HEADS)) * n_ld * 4
                     tiles_before = tiles
                     scoring.finish(m, lse2, tiles, sums, aside, before, n_ld, HEADS, DTYPE)
-            inv = 1.0 / gl.where(l > 0, l, 1.0)
+            # One that sees keys, but with scores of -inf alone, has NaN.
+            none = float("nan")
+            if TILES[i][0] == 0:
+                none = gl.where(t + spans[i][6] + 1 < spans[i][7], 1.0, float("nan"))
+            inv = 1.0 / gl.where(l > 0, l, none)
             if PAIR:
                 inv = inv * gate.to(gl.float32)
             if i + 1 < len(TILES):
