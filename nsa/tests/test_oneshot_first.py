@@ -207,7 +207,7 @@ def to_set(folder, cells, flags, device, **proposal):
         # Nothing shorter was timed, so nothing speaks against a smaller value.
         ((16, "base.yaml"), 64, [(64, 2.0)], None),
         ((16, "base.yaml"), 64, [(16, 0.5), (64, 2.0)], "NSA_SEL_TRITON_MIN_L=64"),
-        (("auto", "default"), 64, [(64, 2.0), (256, 0.5)], None),  # its rows do not carry it
+        (("auto", "default"), 16, [(16, 2.0), (256, 0.5)], None),  # its rows do not carry it
         (("auto", "default"), None, [(64, 0.5)], None),
     ],
 )
