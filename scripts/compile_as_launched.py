@@ -71,7 +71,7 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
     compiled: by hash (name, registers, bytes of stack) of every kernel that a launch compiles.
     """
     from nsa.kernels.decode import step
-    from nsa.kernels.prefill import hopper
+    from nsa.kernels.prefill import head_padding, hopper
     from nsa.kernels.prefill.blocks import fwd_hopper as blocks_fwd_hopper
     from nsa.kernels.prefill.choice import score_in_attention_hopper
     from nsa.kernels.triton_sel_kernel import sel_fwd
@@ -84,9 +84,11 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
             for attribute, value in (("arch_of", arch), ("sm_count", MULTIPROCESSORS[arch])):
                 if hasattr(module, attribute):
                     setattr(module, attribute, lambda device, value=value: value)
-    hopper.why_not = lambda device, use_gluon=None: "off" if use_gluon is False else None
+    hopper.why_not = lambda device, use=None: None if arch == 90 and use is not False else "off"
     for least in (blocks_fwd_hopper.SPLIT_KEYS, blocks_fwd_hopper.SPLIT_QUERIES):
         least.update(dict.fromkeys(least, LONG))
+    head_padding.LEAST_BACKWARD = LONG
+    head_padding.LEAST_FORWARD = dict.fromkeys(head_padding.LEAST_FORWARD, LONG)
     score_in_attention_hopper.LEAST_KEYS = (LONG - 32) // 16 + 1
     sel_fwd.check_kernel_inputs = lambda *args: None  # which asks for a GPU
     plan = step._plan  # it asks for the type of the device
@@ -365,7 +367,7 @@ def compiled_calls(arch: int) -> Iterator[Call]:
     if arch == 90:
         yield prefill, (LONG, 16, *most, BF16, False, 64, None, True)
         yield prefill, (LONG, 16, *most, BF16, True, 64, False, False)
-        for h in (1, 8):
+        for h in (1, 5, 8):
             yield prefill, (LONG, h, *most, BF16, h == 8, 64, None, False)
     else:  # where memory is scarcest
         most_heads = limits.most_heads(arch, *most, 2)

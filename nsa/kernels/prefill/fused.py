@@ -48,13 +48,14 @@ def _prefill(
     use_gluon: bool | None = None, for_backward: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, block_indices, the three branches' outputs and their log-sum-exps (sizes: as _sizes,
-    then the window). Without for_backward the branches' outputs are empty, and all log-sum-exps but
-    the first."""
+    then the window, then how many heads of a group choose blocks). Without for_backward the
+    branches' outputs are empty, and all log-sum-exps but the first."""
     from nsa.kernels.prefill.blocks.fwd_triton import gated_block_attention_fwd
     from nsa.kernels.prefill.choice.score_topn_triton import Ranking, block_select
+    from nsa.kernels.prefill.head_padding import hide_heads
     from nsa.kernels.prefill.span.fwd_triton import span_attention_fwd
 
-    s = _sizes(sizes)
+    s, heads = _sizes(sizes), sizes[7]
     compressed, sliding = Span(COMPRESSED, s["l"], s["d"]), Span(SLIDING, sizes[6])
     win_start = _window_start(q, k_win, cu_seqlens)
     # Only a backward needs the outputs of both apart.
@@ -70,12 +71,19 @@ def _prefill(
         o_win = lse_win = None
         o_cmp, lse_cmp = pair.span_pair_fwd_hopper(
             q, k_cmp, v_cmp, k_win, v_win, gates, compressed, sliding, softmax_scale, cu_seqlens,
-            cu_seqlens_cmp, q_start, win_start, slabs,
+            cu_seqlens_cmp, q_start, win_start, slabs, heads,
         )  # fmt: skip
     else:
         if scoring:
             o_cmp, lse_cmp = scoring.span_attention_fwd_hopper(
-                q, k_cmp, v_cmp, compressed, softmax_scale, q_start=q_start, slabs=slabs
+                q,
+                k_cmp,
+                v_cmp,
+                compressed,
+                softmax_scale,
+                q_start=q_start,
+                slabs=slabs,
+                heads=heads,
             )
         else:
             o_cmp, lse_cmp = span_attention_fwd(
@@ -88,6 +96,8 @@ def _prefill(
     if scoring:
         block_indices = ranking.out
     else:
+        if heads * k_cmp.shape[-2] < q.shape[-2]:
+            hide_heads(lse_cmp, k_cmp.shape[-2], heads)
         block_indices = block_select(
             q, k_cmp, lse_cmp, **s, softmax_scale=softmax_scale, cu_q=cu_seqlens,
             cu_k=cu_seqlens_cmp, max_q=max_seqlen, q_start=q_start, use_gluon=use_gluon,
@@ -199,15 +209,20 @@ def nsa_prefill_triton(
     the two cu_seqlens. l_sel: 16, 32 or a multiple of 64. Raises NotImplementedError for others and
     for more heads per KV group than limits.most_heads.
     """
+    from nsa.kernels.prefill.head_padding import Padding
+
     check_block_size("l_sel", l_sel)
     scale = scale_of(softmax_scale, q.shape[-1])
+    more = Padding.of(q, k_sel, v_sel, use_gluon)
+    q, gates = more.add(q), more.add(gates)
     end = q_start + q.shape[1]
     of_cmp = lambda x: seen_rows(x, num_compressed(end, l, d), cu_seqlens)
     of_sel = lambda x: seen_rows(x, end, cu_seqlens)
     tensors = (q, of_cmp(k_cmp), of_cmp(v_cmp), of_sel(k_sel), of_sel(v_sel), k_win, v_win, gates)
     out, block_indices, *_, lse, _, _ = _prefill(
-        *(t.contiguous() for t in tensors), [l, d, l_sel, n_sel, n_init, n_local, window], scale,
+        *(t.contiguous() for t in tensors),
+        [l, d, l_sel, n_sel, n_init, n_local, window, more.heads], scale,
         *packed_ends(cu_seqlens, cu_seqlens_cmp), max_seqlen or 0, q_start, use_gluon,
         needs_grad(*tensors),
     )  # fmt: skip
-    return out, {"block_indices": block_indices, "lse": lse}
+    return more.cut(out, -2), {"block_indices": block_indices, "lse": more.cut(lse, -1)}

@@ -121,8 +121,11 @@ def selection_blocks_triton(
     select_blocks_triton leaves them. Raises NotImplementedError for another block_size and for
     more heads per KV group than limits.most_heads.
     """
+    from nsa.kernels.prefill.head_padding import Padding
+
     check_block_size("block_size", block_size)
     check_heads(q, k, v)
+    more = Padding.of(q, k, v, use_gluon)
     k, v = (seen_rows(x, q_start + q.shape[1], cu_seqlens) for x in (k, v))
     scale = scale_of(softmax_scale, q.shape[-1])
     if not is_ascending:
@@ -130,7 +133,9 @@ def selection_blocks_triton(
             block_indices = _in_own_sequence(block_indices, block_size, cu_seqlens)
         block_indices = ascending(block_indices)
     out, lse = _block_attention(
-        q.contiguous(), k.contiguous(), v.contiguous(), block_indices.contiguous(), block_size,
-        scale, *packed_ends(cu_seqlens), max_seqlen or 0, q_start, use_gluon, return_lse,
+        more.add(q).contiguous(), k.contiguous(), v.contiguous(), block_indices.contiguous(),
+        block_size, scale, *packed_ends(cu_seqlens), max_seqlen or 0, q_start, use_gluon,
+        return_lse,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    out = more.cut(out, -2)
+    return (out, more.cut(lse, -1)) if return_lse else out

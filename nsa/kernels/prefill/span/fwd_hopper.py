@@ -464,7 +464,7 @@ def _consume(
     # Of the item before: where its scores go, and how many tiles of sums it left.
     before = SCORES.to(gl.int64)
     tiles_before = 0
-    if SCORED:
+    if SCORED > 0:
         own, corner = scoring.weights(DTYPE)
     else:
         own, corner = 0, 0
@@ -490,7 +490,7 @@ def _consume(
             acc, m, l, count, tiles = _attend(
                 few, s, qs, q0, q_len, batch, spans[i], k_mems, v_mem, first, count, scale_log2,
                 sums, aside, (before, n_ld, tiles_before, own, corner), TILES[i][0], TILES[i][1],
-                TILES[i][2], TILES[i][3], VARLEN, HEADS, QUERIES, SCORED and i == 0,
+                TILES[i][2], TILES[i][3], VARLEN, HEADS, QUERIES, SCORED > 0 and i == 0,
             )  # fmt: skip
             last = count
             if i + 1 < len(TILES):
@@ -503,9 +503,11 @@ def _consume(
                 m = gl.convert_layout(m, row_layout, assert_trivial=True)
                 lse2 = gl.where(l != 0, m + gl.log2(l), float("-inf"))
                 gl.store(LSE + row, lse2 * 0.6931471805599453, mask=live)
-                if SCORED:
-                    # Rows that see no compressed key contribute nothing.
+                if SCORED > 0:
+                    # Rows that see no compressed key contribute nothing, nor do heads of padding.
                     lse2 = gl.where(l > 0, lse2, float("inf"))
+                    if SCORED < HEADS:
+                        lse2 = gl.where(rows % HEADS < SCORED, lse2, float("inf"))
                     to = (batch * G + group).to(gl.int64) * slab_rows + q0 - slab_begin
                     before = SCORES.to(gl.int64) + (to + warp * (16 // HEADS)) * n_ld * 4
                     tiles_before = tiles
@@ -635,8 +637,9 @@ def _span_fwd_hopper_kernel(
     TILES: gl.constexpr, VARLEN: gl.constexpr, SCORED: gl.constexpr, STAGES: gl.constexpr,
     G: gl.constexpr, WIDER: gl.constexpr,
 ):  # fmt: skip
-    """One span: its output and LSE; SCORED: of compressed attention block scores too. WIDER: Q and
-    K have columns behind as many as V has, which the descriptors with a 2 bring."""
+    """One span: its output and LSE; SCORED: of compressed attention block scores too, by so many
+    heads of a group. WIDER: Q and K have columns behind as many as V has, which the descriptors
+    with a 2 bring."""
     QDS = (QD,)
     KDS = (KD,)
     KNS = (KN,)
@@ -660,7 +663,7 @@ def _span_pair_fwd_hopper_kernel(
     G: gl.constexpr,
 ):  # fmt: skip
     """Compressed attention, with its LSE, and sliding attention: the sum of both by their gates;
-    SCORED: block scores too."""
+    SCORED: block scores too, by so many heads of a group."""
     spans = (
         ((KD,), VD, (KD,), VD, CU_K, SK, q_start, l),
         ((KW,), VW, (KN,), VN, CU_Q, SW, win_start, window),
@@ -766,17 +769,17 @@ class _Work:
 
     def slabs(
         self, slabs: Iterable[Slab] | None, lse: torch.Tensor, k: torch.Tensor
-    ) -> Iterator[tuple[Slab | None, int, tuple]]:
-        """(slab, work items, what the kernels take for it) of every launch; without scores one for
+    ) -> Iterator[tuple[int, tuple]]:
+        """(work items, what the kernels take for a slab) of every launch; without scores one for
         all queries."""
         if slabs is None:
-            yield None, self.items, (lse, lse, 0, 0, 0, 0)
+            yield self.items, (lse, lse, 0, 0, 0, 0)
             return
         room = scoring.room(k.shape[1])
         sums = scoring.memory(k.device, k.shape[1], WARPS)
         for slab in slabs:
             items = cdiv(slab.queries, self.tile[0]) * (self.items // cdiv(self.sq, self.tile[0]))
-            yield slab, items, (slab.scores, sums, slab.begin, slab.rows, slab.n_ld, room)
+            yield items, (slab.scores, sums, slab.begin, slab.rows, slab.n_ld, room)
 
     def tiles(self, span: Span) -> Tiles:
         return hopper_tiles(span, self.tile[0], self.extra > 0)
@@ -790,10 +793,10 @@ def scores_tile(heads: int) -> tuple[int, int]:
 def span_attention_fwd_hopper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, softmax_scale: float,
     cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None, q_start: int = 0,
-    slabs: Iterable[Slab] | None = None,
+    slabs: Iterable[Slab] | None = None, heads: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out and lse as span_attention_fwd gives them, for calls that are usable(); with slabs of
-    scores_tile, block scores of all queries too, slab by slab."""
+    scores_tile, block scores of all queries too, slab by slab, by the first `heads` of a group."""
     varlen, groups = cu_q is not None, k.shape[-2]
     work = _Work.of(q, v, cu_q)
     tiles = work.tiles(span)
@@ -803,14 +806,15 @@ def span_attention_fwd_hopper(
     keys = _key_descriptors(*marked(k, v), tiles, varlen)
     wider = work.extra > 0
     more = (work.descriptor(q, work.extra), *keys[4:]) if wider else (rows, keys[0], keys[2])
-    for slab, items, of_slab in work.slabs(slabs, lse, k):
+    scored = 0 if slabs is None else heads or q.shape[-2] // groups
+    for items, of_slab in work.slabs(slabs, lse, k):
         launch(
             _span_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
             rows, *keys[:4], *more, outs, out, lse, *of_slab[:2], cu_q if varlen else lse,
             cu_k if varlen else lse, work.sq, work.batch if varlen else k.shape[1], work.batch,
             items, q_start, span.a, softmax_scale * LOG2E, *of_slab[2:],
-            TILES=(tiles.compiled,), VARLEN=varlen, SCORED=slab is not None, STAGES=tiles.stages,
-            G=groups, WIDER=wider, num_warps=WARPS, maxnreg=START_REGISTERS,
+            TILES=(tiles.compiled,), VARLEN=varlen, SCORED=scored,
+            STAGES=tiles.stages, G=groups, WIDER=wider, num_warps=WARPS, maxnreg=START_REGISTERS,
         )  # fmt: skip
     return out, lse
 
@@ -819,11 +823,11 @@ def span_pair_fwd_hopper(
     q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_win: torch.Tensor,
     v_win: torch.Tensor, gates: torch.Tensor, compressed: Span, sliding: Span,
     softmax_scale: float, cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None,
-    q_start: int = 0, win_start: int = 0, slabs: Iterable[Slab] | None = None,
+    q_start: int = 0, win_start: int = 0, slabs: Iterable[Slab] | None = None, heads: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The sum of compressed and sliding attention by their gates [.., HQ, 3], and the former's lse,
-    for calls of which both are usable(). win_start: q_start among the window's keys; slabs: as for
-    span_attention_fwd_hopper."""
+    for calls of which both are usable(). win_start: q_start among the window's keys; slabs, heads:
+    as for span_attention_fwd_hopper."""
     varlen, groups = cu_q is not None, k_cmp.shape[-2]
     work = _Work.of(q, v_cmp, cu_q)
     tiles, window = work.tiles(compressed), work.tiles(sliding)
@@ -833,13 +837,14 @@ def span_pair_fwd_hopper(
     rows, outs = work.descriptor(q), work.descriptor(out)
     keys = _key_descriptors(*marked(k_cmp, v_cmp), tiles, varlen)[:2]
     keys += _key_descriptors(*marked(k_win, v_win), window, varlen)
-    for slab, items, of_slab in work.slabs(slabs, lse, k_cmp):
+    scored = 0 if slabs is None else heads or q.shape[-2] // groups
+    for items, of_slab in work.slabs(slabs, lse, k_cmp):
         launch(
             _span_pair_fwd_hopper_kernel, (min(items, sm_count(q.device)),),
             rows, *keys, outs, out, lse, gates, *of_slab[:2],
             cu_q if varlen else lse, cu_k if varlen else lse, work.sq, sk, sw, work.batch, items,
             q_start, win_start, compressed.a, sliding.a, softmax_scale * LOG2E, *of_slab[2:],
-            TILES=(tiles.compiled, window.compiled), VARLEN=varlen, SCORED=slab is not None,
+            TILES=(tiles.compiled, window.compiled), VARLEN=varlen, SCORED=scored,
             STAGES=tiles.stages, G=groups, num_warps=WARPS, maxnreg=START_REGISTERS,
         )  # fmt: skip
     return out, lse

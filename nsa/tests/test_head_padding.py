@@ -1,0 +1,101 @@
+"""Groups whose query heads are made a power of two: nothing tells but the time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa import launches
+from nsa.kernels import prefill
+from nsa.kernels.prefill import head_padding, hopper
+from nsa.kernels.tiles import pow2
+from nsa.tests import test_prefill_kernels as kernels_of
+from nsa.tests.cases import BF16, F16, F32, PAPER, WIDE, Shape
+from nsa.tests.helpers import randn
+
+WIDENED = [
+    Shape((37,), G=1, h=3, D=24, Dv=16),
+    Shape((5, 0, 35, 1, 9), h=3),
+    Shape((18,), h=5, q_start=21, batch=2, dtype=F32),
+    pytest.param(
+        Shape((2100,), G=2, h=5, **WIDE, dtype=BF16, n_sel=8, **PAPER), marks=pytest.mark.core
+    ),
+    Shape((1, 1700, 63, 400), G=1, h=7, D=64, Dv=64, n_sel=4, **PAPER),
+    Shape((2048,), G=1, h=12, D=192, Dv=128, dtype=BF16, n_sel=16, **PAPER),
+]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("shape", WIDENED, ids=str)
+def test_the_whole_operator_against_the_oracle(shape, device, monkeypatch):
+    """Outputs, gradients and log-sum-exps; blocks are the best by the real heads' scores."""
+    monkeypatch.setattr(head_padding, "heads_to_be", lambda *x: pow2(x[2]))
+    monkeypatch.setattr(head_padding, "LEAST_BACKWARD", 0)
+    monkeypatch.setattr(head_padding, "LEAST_FORWARD", {4: 0, 8: 0, 16: 0})
+    with launches.recording() as counts:
+        kernels_of.test_whole(shape, device)
+    assert counts["_hide_heads_kernel"] > 0
+    if shape.big and hopper.enabled(torch.device("cuda")):
+        assert counts["_span_fwd_hopper_kernel"] and counts["_block_attn_bwd_hopper_kernel"], counts
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("heads, groups", [(5, 1), (7, 2), (12, 1)])
+def test_scores_within_attention_are_of_the_real_heads(heads, groups, cuda, monkeypatch):
+    if not hopper.enabled(cuda):
+        pytest.skip("for Hopper's kernels")
+    S, n_cmp = 17000, (17000 - 32) // 16 + 1
+    lengths = (S, heads * groups), *[(n, groups) for n in (n_cmp, n_cmp, S, S, S, S)]
+    make = lambda n, of, width=128: randn(1, *of, width, seed=n, dtype=BF16, device=cuda)
+    tensors = [make(n, of) for n, of in enumerate(lengths)]
+    gates = make(9, lengths[0], 3).sigmoid()
+    run = lambda: prefill.nsa_prefill_triton(
+        *tensors, gates, l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512
+    )
+    with launches.recording() as counts:
+        out, aux = run()
+    assert "_hide_heads_kernel" not in counts and counts["_span_pair_fwd_hopper_kernel"], counts
+    monkeypatch.setattr(head_padding, "LEAST_FORWARD", {8: S + 1, 16: S + 1})
+    with launches.recording() as counts:
+        want, wanted = run()
+    assert "_span_pair_fwd_hopper_kernel" not in counts
+    same = (aux["block_indices"] == wanted["block_indices"])[0]
+    assert same.double().mean() > 0.99
+    same = same.all(-1)
+    torch.testing.assert_close(aux["lse"], wanted["lse"], rtol=1e-4, atol=1e-3)
+    rows = same.repeat_interleave(heads, 1)
+    torch.testing.assert_close(out[0][rows], want[0][rows], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "change, heads",
+    [
+        ({}, 8), (dict(heads=3), 4), (dict(heads=8), 8), (dict(heads=12), 16), (dict(heads=2), 2),
+        (dict(heads=17), 17), (dict(d=192), 8), (dict(d=64), 5), (dict(d=64, dv=64), 8),
+        (dict(dtype=F32), 5), (dict(dtype=F16), 8), (dict(use_gluon=False), 5),
+    ],
+)  # fmt: skip
+def test_which_groups_get_more_heads(change, heads, monkeypatch):
+    """Those that kernels for Hopper then take, and only where these serve."""
+    of = dict(heads=5, d=128, dv=128, dtype=BF16, use_gluon=None)
+    ask = lambda: head_padding.heads_to_be(torch.device("cuda"), **of | change)
+    monkeypatch.setattr(hopper, "why_not", lambda device, use: "off" if use is False else None)
+    assert ask() == heads
+    monkeypatch.setattr(hopper, "why_not", lambda device, use: "another card")
+    assert ask() == (of | change)["heads"]
+
+
+@pytest.mark.parametrize("heads, tokens, trained, to", [
+    (5, 4096, False, 8), (5, 4095, False, 5), (5, 1024, True, 8), (5, 1023, True, 5),
+    (3, 6143, False, 3), (3, 6144, False, 4), (12, 10240, False, 16), (12, 4096, False, 12),
+])  # fmt: skip
+def test_from_how_many_tokens_on(heads, tokens, trained, to, monkeypatch):
+    monkeypatch.setattr(head_padding, "heads_to_be", lambda *x: pow2(x[2]))
+    q, k = torch.empty(2, tokens // 2, 2 * heads, 4), torch.empty(2, 9, 2, 4)
+    q = torch.empty(tokens, 2 * heads, 4) if tokens % 2 else q
+    more = head_padding.Padding.of(q.requires_grad_(trained), k, k, None)
+    assert more == head_padding.Padding(2, heads, to)
+    x = more.add(torch.ones(3, 2 * heads, 4))
+    assert x.shape == (3, 2 * to, 4) and x.sum() == 3 * 2 * heads * 4
+    assert torch.equal(more.cut(x, -2), torch.ones(3, 2 * heads, 4))
+    assert torch.equal(more.cut(x[..., 0], -1), torch.ones(3, 2 * heads))
