@@ -368,7 +368,7 @@ def compiled_calls(arch: int) -> Iterator[Call]:
         yield prefill, (LONG, 16, *most, BF16, False, 64, None, True)
         yield prefill, (LONG, 16, *most, BF16, True, 64, False, False)
         for h in (1, 5, 8):
-            yield prefill, (LONG, h, *most, BF16, h == 8, 64, None, False)
+            yield prefill, (LONG, h, *most, BF16, h > 1, 64, None, False)
     else:  # where memory is scarcest
         most_heads = limits.most_heads(arch, *most, 2)
         yield prefill, (LONG, most_heads, *most, BF16, False, 64, None, False)

@@ -513,9 +513,10 @@ def _consume(
                     tiles_before = tiles
                     scoring.finish(m, lse2, tiles, sums, aside, before, n_ld, HEADS, DTYPE)
             # One that sees keys, but with scores of -inf alone, has NaN.
-            none = float("nan")
+            nothing = batch == BATCH  # rows of no sequence
             if TILES[i][0] == 0:
-                none = gl.where(t + spans[i][6] + 1 < spans[i][7], 1.0, float("nan"))
+                nothing = nothing | (t + spans[i][6] + 1 < spans[i][7])
+            none = gl.where(nothing, 1.0, float("nan"))
             inv = 1.0 / gl.where(l > 0, l, none)
             if PAIR:
                 inv = inv * gate.to(gl.float32)
