@@ -38,8 +38,8 @@ MORE_TESTS = (
     "test_gradcheck*.py", "test_train_smoke.py", "test_decode.py", "test_decode_append.py",
     "test_decode_graph.py", "test_kvcache.py", "test_prefill_compile.py", "test_prefill_limits.py",
     "test_block_attn.py", "test_block_lists.py", "test_selection_lse.py", "test_sums.py",
-    "test_key_sums.py",
-    "test_packs.py", "test_distributions.py", "test_unseen_values.py", "test_probes.py",
+    "test_key_sums.py", "test_head_padding.py", "test_packs.py", "test_distributions.py",
+    "test_unseen_values.py", "test_probes.py",
 )  # fmt: skip
 MORE_LEAST = {"test_triton_sel_parity": 50, "test_triton_sel_backward": 8, "test_backward": 13,
               "test_gradcheck": 16, "test_train_smoke": 9}  # fmt: skip
