@@ -72,7 +72,7 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
     """
     from nsa.kernels.decode import step
     from nsa.kernels.prefill import head_padding, hopper
-    from nsa.kernels.prefill.blocks import fwd_hopper as blocks_fwd_hopper
+    from nsa.kernels.prefill.blocks import tile_blocks
     from nsa.kernels.prefill.choice import score_in_attention_hopper
     from nsa.kernels.triton_sel_kernel import sel_fwd
 
@@ -85,10 +85,9 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
                 if hasattr(module, attribute):
                     setattr(module, attribute, lambda device, value=value: value)
     hopper.why_not = lambda device, use=None: None if arch == 90 and use is not False else "off"
-    for least in (blocks_fwd_hopper.SPLIT_KEYS, blocks_fwd_hopper.SPLIT_QUERIES):
+    for least in (tile_blocks.SPLIT_KEYS, tile_blocks.SPLIT_QUERIES):
         least.update(dict.fromkeys(least, LONG))
-    head_padding.LEAST_BACKWARD = LONG
-    head_padding.LEAST_FORWARD = dict.fromkeys(head_padding.LEAST_FORWARD, LONG)
+    head_padding.LEAST_TRAINED = LONG
     score_in_attention_hopper.LEAST_KEYS = (LONG - 32) // 16 + 1
     sel_fwd.check_kernel_inputs = lambda *args: None  # which asks for a GPU
     plan = step._plan  # it asks for the type of the device

@@ -36,7 +36,7 @@ SHAPES = [
     shape(37, 20), shape(45, 0, G=2, h=1),
     shape(512, 1000, G=2, h=16, **LARGE),
     MANY_TILES,
-    # By keys, with sums in fp16: 16 heads, 8 and 4 (SPLIT_KEYS in blocks/fwd_hopper.py).
+    # By keys, with sums in fp16: 16 heads, 8 and 4 (SPLIT_KEYS in blocks/tile_blocks.py).
     shape(2100, 8200, h=16, **LARGE), shape(1024, 5200, h=8, **LARGE),
     shape(1024, 5200, h=4, **LARGE),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from nsa.kernels.prefill import head_padding, hopper
 from nsa.kernels.tiles import pow2
 from nsa.tests import test_prefill_kernels as kernels_of
 from nsa.tests.cases import BF16, F16, F32, PAPER, WIDE, Shape
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import deterministic, randn
 
 WIDENED = [
     Shape((37,), G=1, h=3, D=24, Dv=16),
@@ -30,8 +30,9 @@ WIDENED = [
 def test_the_whole_operator_against_the_oracle(shape, device, monkeypatch):
     """Outputs, gradients and log-sum-exps; blocks are the best by the real heads' scores."""
     monkeypatch.setattr(head_padding, "heads_to_be", lambda *x: pow2(x[2]))
-    monkeypatch.setattr(head_padding, "LEAST_BACKWARD", 0)
-    monkeypatch.setattr(head_padding, "LEAST_FORWARD", {4: 0, 8: 0, 16: 0})
+    monkeypatch.setattr(head_padding, "LEAST_TRAINED", 0)
+    for name in ("SPLIT_KEYS", "SPLIT_QUERIES"):
+        monkeypatch.setattr(head_padding, name, {4: 0, 8: 0, 16: 0})
     with launches.recording() as counts:
         kernels_of.test_whole(shape, device)
     assert counts["_hide_heads_kernel"] > 0
@@ -55,7 +56,7 @@ def test_scores_within_attention_are_of_the_real_heads(heads, groups, cuda, monk
     with launches.recording() as counts:
         out, aux = run()
     assert "_hide_heads_kernel" not in counts and counts["_span_pair_fwd_hopper_kernel"], counts
-    monkeypatch.setattr(head_padding, "LEAST_FORWARD", {8: S + 1, 16: S + 1})
+    monkeypatch.setattr(head_padding, "SPLIT_KEYS", {8: S + 1, 16: S + 1})
     with launches.recording() as counts:
         want, wanted = run()
     assert "_span_pair_fwd_hopper_kernel" not in counts
@@ -85,17 +86,25 @@ def test_which_groups_get_more_heads(change, heads, monkeypatch):
     assert ask() == (of | change)["heads"]
 
 
-@pytest.mark.parametrize("heads, tokens, trained, to", [
-    (5, 4096, False, 8), (5, 4095, False, 5), (5, 1024, True, 8), (5, 1023, True, 5),
-    (3, 6143, False, 3), (3, 6144, False, 4), (12, 10240, False, 16), (12, 4096, False, 12),
+@pytest.mark.parametrize("heads, tokens, keys, how, to", [
+    (5, 4096, 4096, {}, 8), (5, 4095, 4095, {}, 5), (5, 1024, 9000, {}, 8), (5, 1023, 9000, {}, 5),
+    (3, 4096, 6143, {}, 3), (3, 1024, 6144, {}, 4), (12, 4096, 10240, {}, 16),
+    (12, 4095, 10240, {}, 12), (5, 4096, 4096, dict(dtype=F16), 5),
+    (5, 1024, 1024, dict(trained=True), 8), (5, 1023, 1023, dict(trained=True), 5),
+    (5, 1024, 1024, dict(trained=True, dtype=F16), 8),
 ])  # fmt: skip
-def test_from_how_many_tokens_on(heads, tokens, trained, to, monkeypatch):
+def test_from_how_many_tokens_on(heads, tokens, keys, how, to, monkeypatch):
+    """Forward alone, where selection then goes by keys; with a backward earlier."""
     monkeypatch.setattr(head_padding, "heads_to_be", lambda *x: pow2(x[2]))
-    q, k = torch.empty(2, tokens // 2, 2 * heads, 4), torch.empty(2, 9, 2, 4)
-    q = torch.empty(tokens, 2 * heads, 4) if tokens % 2 else q
-    more = head_padding.Padding.of(q.requires_grad_(trained), k, k, None)
+    trained, dtype = how.get("trained", False), how.get("dtype", BF16)
+    q = torch.empty(1, tokens, 2 * heads, 4, dtype=dtype, requires_grad=trained)
+    k = torch.empty(1, keys, 2, 4, dtype=dtype)
+    more = head_padding.Padding.of(q, k, k, None)
     assert more == head_padding.Padding(2, heads, to)
     x = more.add(torch.ones(3, 2 * heads, 4))
     assert x.shape == (3, 2 * to, 4) and x.sum() == 3 * 2 * heads * 4
     assert torch.equal(more.cut(x, -2), torch.ones(3, 2 * heads, 4))
     assert torch.equal(more.cut(x[..., 0], -1), torch.ones(3, 2 * heads))
+    if not trained:  # sums by keys do not repeat bitwise
+        with deterministic():
+            assert head_padding.Padding.of(q, k, k, None).to == heads

@@ -629,9 +629,9 @@ def together(monkeypatch, cost):
 @pytest.fixture
 def by_keys(monkeypatch):
     """Selection goes by keys however few they are, in every tile where there is a rest."""
-    any_length = dict.fromkeys(blocks_fwd_hopper.SPLIT_KEYS, 0)
-    monkeypatch.setattr(blocks_fwd_hopper, "SPLIT_KEYS", any_length)
-    monkeypatch.setattr(blocks_fwd_hopper, "SPLIT_QUERIES", any_length)
+    any_length = dict.fromkeys(tile_blocks.SPLIT_KEYS, 0)
+    monkeypatch.setattr(tile_blocks, "SPLIT_KEYS", any_length)
+    monkeypatch.setattr(tile_blocks, "SPLIT_QUERIES", any_length)
     together(monkeypatch, -(10**6))
 
 

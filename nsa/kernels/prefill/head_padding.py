@@ -20,18 +20,18 @@ from torch import Tensor
 from nsa.checks import needs_grad
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
+from nsa.kernels.prefill.blocks.tile_blocks import SPLIT_KEYS, SPLIT_QUERIES
 from nsa.kernels.tiles import cdiv, pow2
 
 WIDTHS = ((64, 64), (128, 128), (192, 128))  # of Q's and V's heads, of the kernels for Hopper
-# Tokens of all sequences from which it pays: in a backward, and in a forward alone, by heads then.
-LEAST_BACKWARD, LEAST_FORWARD = 1024, {4: 6144, 8: 4096, 16: 10240}
+LEAST_TRAINED = 1024  # tokens of all sequences from which it pays in training
 SIZE = 1024
 
 
 def heads_to_be(
     device: torch.device, dtype: torch.dtype, heads: int, d: int, dv: int, use_gluon: bool | None
 ) -> int:
-    """How many query heads a group is to have in a long call: heads, or more."""
+    """How many query heads a group is to have where a call is long enough: heads, or more."""
     to = pow2(heads)
     serve = (
         2 < heads < to <= 16
@@ -60,8 +60,17 @@ class Padding:
         heads = q.shape[-2] // groups
         to = heads_to_be(q.device, q.dtype, heads, q.shape[-1], dv, use_gluon)
         if to > heads:
-            least = LEAST_BACKWARD if needs_grad(q, k, v) else LEAST_FORWARD[to]
-            to = to if q.shape[:-2].numel() >= least else heads
+            tokens = q.shape[:-2].numel()
+            if needs_grad(q, k, v):
+                pays = tokens >= LEAST_TRAINED
+            else:  # where selection then goes by keys (blocks/fwd_hopper.py)
+                pays = (
+                    k.shape[-3] >= SPLIT_KEYS[to]
+                    and tokens >= SPLIT_QUERIES[to]
+                    and q.dtype == torch.bfloat16
+                    and not torch.are_deterministic_algorithms_enabled()
+                )
+            to = to if pays else heads
         return cls(groups, heads, to)
 
     def add(self, x: Tensor) -> Tensor:

@@ -66,13 +66,6 @@ HEADS = 16  # rows of a warp's product
 WARPS = tile_blocks.EIGHT.value  # one a query: with 16, a third of the registers is missing
 # Blocks that fit, by the width of a head of K and V. 192 are 128 and 64 more.
 STAGES = {(64, 64): 14, (128, 128): 7, (192, 128): 5}
-# From so many keys of a sequence, and queries of all, tiles may go by keys, by heads of a group.
-# H200, random blocks of one sequence, full forward: 16 heads, 8k tokens 0.03 ms slower, 12k 0.13
-# faster; 4 heads, 4k tokens 0.61 ms instead of 0.69, but the host has seven launches more to do.
-# Chunks of 64k keys, selection alone: 16 heads, 1k queries 0.22 ms and 0.24 by keys, 4k 0.82 and
-# 0.59; 8 heads, 1k 0.46 and 0.34; 4 heads, 1k 0.46 and 0.31.
-SPLIT_KEYS = {4: 6144, 8: 4096, 16: 10240}
-SPLIT_QUERIES = {4: 1024, 8: 1024, 16: 4096}
 
 
 @gluon.jit
@@ -438,8 +431,8 @@ def splits(q: Tensor, v: Tensor, n_parts: int, longest: int) -> bool:
     heads = q.shape[-2] // v.shape[-2]
     return (
         fwd_by_keys_hopper.usable(q, v, n_parts)
-        and longest >= SPLIT_KEYS[heads]
-        and q.numel() // (q.shape[-2] * q.shape[-1]) >= SPLIT_QUERIES[heads]
+        and longest >= tile_blocks.SPLIT_KEYS[heads]
+        and q.numel() // (q.shape[-2] * q.shape[-1]) >= tile_blocks.SPLIT_QUERIES[heads]
         and not torch.are_deterministic_algorithms_enabled()
     )
 

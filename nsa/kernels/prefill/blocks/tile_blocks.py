@@ -21,6 +21,13 @@ from nsa.kernels.tiles import cdiv, pow2
 MOST_ENTRIES = 1024  # (query, rank) pairs of a tile that a program sorts
 PER_WARP = 128  # of them
 NO_ROW = tl.constexpr(0x7FFFFFFF)
+# From so many keys of a sequence, and queries of all, tiles may go by keys, by heads of a group.
+# H200, random blocks of one sequence, full forward: 16 heads, 8k tokens 0.03 ms slower, 12k 0.13
+# faster; 4 heads, 4k tokens 0.61 ms instead of 0.69, but the host has seven launches more to do.
+# Chunks of 64k keys, selection alone: 16 heads, 1k queries 0.22 ms and 0.24 by keys, 4k 0.82 and
+# 0.59; 8 heads, 1k 0.46 and 0.34; 4 heads, 1k 0.46 and 0.31.
+SPLIT_KEYS = {4: 6144, 8: 4096, 16: 10240}
+SPLIT_QUERIES = {4: 1024, 8: 1024, 16: 4096}
 # Queries of a tile that a block needs for not going by keys, by heads of a group.
 LEAST = {4: 14, 8: 8, 16: 5}
 EIGHT = tl.constexpr(8)  # queries that share reads in fwd_hopper.py
