@@ -26,7 +26,7 @@ from bench.timing import Budget, Case, Contender, Unbuilt, measure, strongest
 from nsa import launches
 from scripts.oneshot.report.evidence import NO_DIFFERENCE, speedup_text
 
-BUDGET = Budget(device_s=0.02, wall_s=5.0, warm_s=0.0)
+BUDGET = Budget(device_s=0.02, wall_s=600.0, warm_s=0.0)  # on a loaded box too
 KERNEL = "_planted_kernel"
 
 
@@ -394,7 +394,7 @@ def test_a_case_is_built_by_measuring_it_or_cannot_be(error, status):
 
 
 @pytest.mark.parametrize("drift, of_baseline", [
-    ({"ours": 1.001, "base": 1.001}, {True, False}), ({"base": 1.01}, {True}),
+    ({"ours": 1.001, "base": 1.001}, {True, False}), ({"base": 1.001}, {True}),
 ], ids=["both", "baseline"])  # fmt: skip
 def test_what_drifts_makes_the_row_unstable(drift, of_baseline):
     """A ratio is of its baseline, too, however steady the candidate is."""
