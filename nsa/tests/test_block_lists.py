@@ -133,7 +133,7 @@ def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, 
             rest = set()
             whole.append(tile * case.G + g)
         split += by_keys
-        assert rest_of.todo[tile, g] == (0 if by_keys else -1)
+        assert rest_of.undone[tile, g] == (0 if by_keys else -1)
         for t in range(tile * queries, min((tile + 1) * queries, len(x.home))):
             assert got[t][g] == [
                 key * parts // case.l_sel if x.home[t][0] + key in rest else -1

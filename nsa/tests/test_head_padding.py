@@ -77,7 +77,7 @@ def test_scores_within_attention_are_of_the_real_heads(heads, groups, cuda, monk
     ],
 )  # fmt: skip
 def test_which_groups_get_more_heads(change, heads, monkeypatch):
-    """Those that kernels for Hopper then take, and only where these serve."""
+    """A group is widened where the kernels for Hopper serve and take it then."""
     of = dict(heads=5, d=128, dv=128, dtype=BF16, use_gluon=None)
     ask = lambda: head_padding.heads_to_be(torch.device("cuda"), **of | change)
     monkeypatch.setattr(hopper, "why_not", lambda device, use: "off" if use is False else None)
@@ -97,9 +97,9 @@ def test_from_how_many_tokens_on(heads, tokens, keys, how, to, monkeypatch):
     """Forward alone, where selection then goes by keys; with a backward earlier."""
     monkeypatch.setattr(head_padding, "heads_to_be", lambda *x: pow2(x[2]))
     trained, dtype = how.get("trained", False), how.get("dtype", BF16)
-    q = torch.empty(1, tokens, 2 * heads, 4, dtype=dtype, requires_grad=trained)
+    q = torch.empty(1, tokens, 2 * heads, 4, dtype=dtype)
     k = torch.empty(1, keys, 2, 4, dtype=dtype)
-    more = head_padding.Padding.of(q, k, k, None)
+    more = head_padding.Padding.of(q, k, k, trained, None)
     assert more == head_padding.Padding(2, heads, to)
     x = more.add(torch.ones(3, 2 * heads, 4))
     assert x.shape == (3, 2 * to, 4) and x.sum() == 3 * 2 * heads * 4
@@ -107,4 +107,4 @@ def test_from_how_many_tokens_on(heads, tokens, keys, how, to, monkeypatch):
     assert torch.equal(more.cut(x[..., 0], -1), torch.ones(3, 2 * heads))
     if not trained:  # sums by keys do not repeat bitwise
         with deterministic():
-            assert head_padding.Padding.of(q, k, k, None).to == heads
+            assert head_padding.Padding.of(q, k, k, False, None).to == heads

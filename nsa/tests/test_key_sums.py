@@ -196,8 +196,8 @@ def test_what_is_not_finite_is_left_to_the_other_kernel(case, bad, device, monke
     assert whole[1 : len(known)] == known[1:] and len(added) == len(set(added))
     parts = left.view(x.tokens, case.G, case.h).all(-1).nonzero().tolist()
     want_parts = {(token // x.queries, g, token % x.queries // per) for token, g in parts}
-    todo = x.tiles.rest.todo.tolist()
-    got = {(tile, g, part) for tile, of in enumerate(todo) for g, bits in enumerate(of)
+    undone = x.tiles.rest.undone.tolist()
+    got = {(tile, g, part) for tile, of in enumerate(undone) for g, bits in enumerate(of)
            for part in range(x.queries // per) if bits > 0 and bits >> part & 1}  # fmt: skip
     assert got == want_parts
     eights = x.queries // 8

@@ -213,7 +213,8 @@ def nsa_prefill_triton(
 
     check_block_size("l_sel", l_sel)
     scale = scale_of(softmax_scale, q.shape[-1])
-    more = Padding.of(q, k_sel, v_sel, use_gluon)
+    trained = needs_grad(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    more = Padding.of(q, k_sel, v_sel, trained, use_gluon)
     q, gates = more.add(q), more.add(gates)
     end = q_start + q.shape[1]
     of_cmp = lambda x: seen_rows(x, num_compressed(end, l, d), cu_seqlens)
@@ -222,7 +223,6 @@ def nsa_prefill_triton(
     out, block_indices, *_, lse, _, _ = _prefill(
         *(t.contiguous() for t in tensors),
         [l, d, l_sel, n_sel, n_init, n_local, window, more.heads], scale,
-        *packed_ends(cu_seqlens, cu_seqlens_cmp), max_seqlen or 0, q_start, use_gluon,
-        needs_grad(*tensors),
+        *packed_ends(cu_seqlens, cu_seqlens_cmp), max_seqlen or 0, q_start, use_gluon, trained,
     )  # fmt: skip
     return more.cut(out, -2), {"block_indices": block_indices, "lse": more.cut(lse, -1)}

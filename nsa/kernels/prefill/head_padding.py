@@ -17,13 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.checks import needs_grad
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.blocks.tile_blocks import SPLIT_KEYS, SPLIT_QUERIES
 from nsa.kernels.tiles import cdiv, pow2
 
-WIDTHS = ((64, 64), (128, 128), (192, 128))  # of Q's and V's heads, of the kernels for Hopper
 LEAST_TRAINED = 1024  # tokens of all sequences from which it pays in training
 SIZE = 1024
 
@@ -36,7 +34,7 @@ def heads_to_be(
     serve = (
         2 < heads < to <= 16
         and dtype in (torch.float16, torch.bfloat16)
-        and (d, dv) in WIDTHS
+        and (d, dv) in hopper.WIDTHS
         and hopper.enabled(device, use_gluon)
     )
     return to if serve else heads
@@ -54,14 +52,14 @@ class Padding:
     to: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, use_gluon: bool | None) -> Padding:
-        """For q [.., HQ, Dk], k [.., G, Dk] and v [.., G, Dv]."""
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, trained: bool, use_gluon: bool | None) -> Padding:
+        """For q [.., HQ, Dk], k [.., G, Dk] and v [.., G, Dv]. trained: a backward follows."""
         groups, dv = v.shape[-2:]
         heads = q.shape[-2] // groups
         to = heads_to_be(q.device, q.dtype, heads, q.shape[-1], dv, use_gluon)
         if to > heads:
             tokens = q.shape[:-2].numel()
-            if needs_grad(q, k, v):
+            if trained:
                 pays = tokens >= LEAST_TRAINED
             else:  # where selection then goes by keys (blocks/fwd_hopper.py)
                 pays = (

@@ -107,7 +107,7 @@ def _block_attn_begin_kernel(
 
 @triton.jit
 def _block_attn_end_kernel(
-    O, LSE, O_CMP, O_WIN, GATES, SUM, LISTED, WHOLE, TODO, TOP, TOTAL, SUMS, SCALES, T, G,
+    O, LSE, O_CMP, O_WIN, GATES, SUM, LISTED, WHOLE, UNDONE, TOP, TOTAL, SUMS, SCALES, T, G,
     TILE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     OTHERS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +134,7 @@ def _block_attn_end_kernel(
     largest = tl.max(tl.where(acc * 0.0 == 0.0, tl.abs(acc), float("inf")), 1)
     lost = (largest < tl.max(inverse, 0) * LEAST_SUM) & (l > 0)
     if tl.max((lost | (largest * l * 0.0 != 0.0)).to(tl.int32), 0) > 0:
-        if tl.atomic_or(TODO + at, 1 << part, sem="relaxed") == 0:
+        if tl.atomic_or(UNDONE + at, 1 << part, sem="relaxed") == 0:
             EIGHTS: tl.constexpr = TILE // EIGHT
             to = tl.atomic_add(WHOLE, EIGHTS, sem="relaxed")
             for i in tl.static_range(EIGHTS):
@@ -186,7 +186,7 @@ def end_tiles(
     launch(
         _block_attn_end_kernel, (len(lists.counts) * parts, groups),
         total if out is None else out, lse, o_cmp, o_cmp if o_win is None else o_win, gates, total,
-        lists.rest.listed, lists.rest.whole, lists.rest.todo, *sums,
+        lists.rest.listed, lists.rest.whole, lists.rest.undone, *sums,
         total.numel() // (hq * width), groups, TILE=lists.queries, QUERIES=lists.part,
         HEADS=hq // groups, D=width, OTHERS=(1 if o_win is None else 2) if others else 0,
         KEEP=out is not None, num_warps=END_WARPS,

@@ -5,11 +5,12 @@ the backward goes (bwd_hopper.py), a pair of a query and a block takes twice the
 a query of 16 heads: its Q, and the sums of exp2(s - top) V that go to the L2's adders in fp16
 (fwd_by_keys_sums.py). fwd_by_keys_ends.py begins the sums, and top, and ends them.
 
-Three programs share a multiprocessor. Each has four warps, with a block's K and V and two places
-for 64 rows of Q, and for each place a warp that fetches rows, query by query, and adds what the
-four have put in their place. The lists' pieces are short and run in the order of their queries, so
-that sums under way stay in the L2 (H200, 64k random blocks: pieces of 128 pairs 5.0 ms, two of them
-a program 6.3; a fixed share of programs for all that there are, which drift apart, 7.2).
+Three programs share a multiprocessor; of keys of 192 there are two, of heads of 64 four. Each has
+four warps, with a block's K and V and two places for 64 rows of Q, and for each place a warp that
+fetches rows, query by query, and adds what the four have put in their place. The lists' pieces are
+short and run in the order of their queries, so that sums under way stay in the L2 (H200, 64k random
+blocks: pieces of 128 pairs 5.0 ms, two of them a program 6.3; a fixed share of programs for all
+that there are, which drift apart, 7.2).
 """
 
 from __future__ import annotations
@@ -246,7 +247,6 @@ def usable(q: Tensor, v: Tensor, n_sel: int) -> bool:
     return (
         q.dtype == torch.bfloat16
         and q.shape[-2] in [heads * v.shape[-2] for heads in tile_blocks.LEAST]
-        and (q.shape[-1], v.shape[-1]) in START_REGISTERS
         and n_sel <= MOST_PARTS
         and q.numel() // q.shape[-1] < 2**31 - 2**16
     )

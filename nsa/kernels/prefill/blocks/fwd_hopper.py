@@ -220,7 +220,7 @@ def _item(item, WHOLE, tiles, G, SOME: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, k_ring, k2_ring, v_ring, T,
+    Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, UNDONE, k_ring, k2_ring, v_ring, T,
     S, S_KV, G, H, q_start, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, OTHERS: gl.constexpr,
     KEEP: gl.constexpr, SOME: gl.constexpr, EIGHTS: gl.constexpr, PART: gl.constexpr,
@@ -291,9 +291,9 @@ def _consume(
                 parity ^= 1
         row, live, place = _rows(tile, group, T, G, H, HEADS, ROWS, WIDTH, LAYOUT)
         if SOME:
-            todo = gl.load(TODO + at)
+            undone = gl.load(UNDONE + at)
             part = (before + _query_of(ROWS, HEADS, LAYOUT)) // PART
-            live = live & (((todo >> part) & 1) > 0)
+            live = live & (((undone >> part) & 1) > 0)
         l = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
         # A row that attends nothing has l = 0: output 0 and lse = -inf.
         lse = gl.where(l > 0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
@@ -350,14 +350,14 @@ def _produce(
 
 @gluon.jit
 def _block_attn_fwd_hopper_kernel(
-    Q, KD, KD2, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, T, S, S_KV, G,
+    Q, KD, KD2, VD, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, UNDONE, T, S, S_KV, G,
     H, q_start, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, STAGES: gl.constexpr,
     OTHERS: gl.constexpr, KEEP: gl.constexpr, SOME: gl.constexpr, EIGHTS: gl.constexpr,
     PART: gl.constexpr, EXTRA: gl.constexpr,
 ):  # fmt: skip
     """LSE, with KEEP O, and with OTHERS the gated SUM of O and two OTHERS, O_CMP and O_WIN, or one:
-    O_CMP, which is the gated sum of both. SOME: of the tiles in WHOLE what is in TODO
+    O_CMP, which is the gated sum of both. SOME: of the tiles in WHOLE what is in UNDONE
     (tile_blocks.Rest), by lists of EIGHTS times as many queries, in parts of PART. EXTRA: columns
     of Q and K behind as many as V has, which KD2 brings."""
     dtype: gl.constexpr = KD.dtype
@@ -380,7 +380,7 @@ def _block_attn_fwd_hopper_kernel(
     program_barrier()
     gl.warp_specialize([
         (_consume, (
-            Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, TODO, k_ring, k2_ring,
+            Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, UNDONE, k_ring, k2_ring,
             v_ring, T, S, S_KV, G, H, q_start, scale_log2, VARLEN, HEADS, ROOM, OTHERS, KEEP, SOME,
             EIGHTS, PART, EXTRA,
         )),
@@ -465,7 +465,7 @@ def attend_blocks(
         begin_tiles(q, k, v, by, lists, sums)
         fwd_by_keys_hopper.add_sums(q, k, v, by._replace(blocks=lists.rest.blocks), sums)
         end_tiles(lists, sums, out if keep else None, lse, others, total)
-        some = (lists.rest.whole, lists.rest.todo)
+        some = (lists.rest.whole, lists.rest.undone)
     programs = min(lists.counts.numel(), sm_count(q.device))
     o_cmp, o_win, gates = others or (out, None, out)
     n_others = (1 if o_win is None else 2) if others else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa.checks import scale_of
+from nsa.checks import needs_grad, scale_of
 from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
 from nsa.kernels.prefill.blocks.ascending import ascending
@@ -125,7 +125,7 @@ def selection_blocks_triton(
 
     check_block_size("block_size", block_size)
     check_heads(q, k, v)
-    more = Padding.of(q, k, v, use_gluon)
+    more = Padding.of(q, k, v, needs_grad(q, k, v), use_gluon)
     k, v = (seen_rows(x, q_start + q.shape[1], cu_seqlens) for x in (k, v))
     scale = scale_of(softmax_scale, q.shape[-1])
     if not is_ascending:

@@ -35,10 +35,10 @@ ROWS = 64  # query heads that fwd_by_keys_ends.py does at a time
 
 
 class Costs(NamedTuple):
-    """What the forward takes, in 10 ps of an H200 at 16 heads a group: to read a block that a tile
-    shares and for each query that chose it (fwd_hopper.py); or for each pair of the rest
-    (fwd_by_keys_hopper.py), for a block that is listed all the same, and to put both together
-    (fwd_by_keys_ends.py)."""
+    """Times of the steps of both ways, in units of 10 ps of an H200 at 16 heads a group. Shared
+    reads (fwd_hopper.py): `read` for a block of a tile and `pair` for each query that chose it. By
+    keys: `rest_pair` for each pair of the rest (fwd_by_keys_hopper.py), `dense` for a block that is
+    listed all the same, and `together` to put both together (fwd_by_keys_ends.py)."""
 
     read: int
     pair: int
@@ -77,14 +77,14 @@ class Rest(NamedTuple):
     """blocks int32 [.., G, n_sel * parts]: parts that few of a tile's queries chose, -1 in place of
     others. listed int32 [tiles, G]: how many of the entries are others; -1 where a tile does not go
     by keys. whole int32 [1 + eights * G], of tiles of EIGHT queries: how many do not, and
-    eight * G + group of each, in any order; fwd_by_keys_ends.py adds those that it cannot do. todo
-    int32 [tiles, G]: which parts of a tile are still to be done by those that read this list.
+    eight * G + group of each, in any order; fwd_by_keys_ends.py adds those that it cannot do.
+    undone int32 [tiles, G]: which parts of a tile are left to those that read this list.
     """
 
     blocks: Tensor
     listed: Tensor
     whole: Tensor
-    todo: Tensor
+    undone: Tensor
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def _key(BLOCK_INDICES, place, live, PARTS: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def _tile_blocks_kernel(
-    BLOCK_INDICES, SEQ_BEGIN, ENTRIES, COUNTS, REST, LISTED, WHOLE, TODO, T, S, S_KV, G, n_sel,
+    BLOCK_INDICES, SEQ_BEGIN, ENTRIES, COUNTS, REST, LISTED, WHOLE, UNDONE, T, S, S_KV, G, n_sel,
     q_start,
     VARLEN: tl.constexpr, QUERIES: tl.constexpr, N_PAD: tl.constexpr, PARTS: tl.constexpr,
     KEYS: tl.constexpr, LEAST: tl.constexpr,
@@ -184,15 +184,15 @@ def _tile_blocks_kernel(
             choosing += (mask >> i) & 1
         # Not a query's last blocks, one of which may be its own: in the rest it sees all keys.
         rest = seen & (choosing < LEAST) & ((bits >> QUERIES) == 0)
-        todo = 0
+        undone = 0
         if BOTH:
             n_rest = tl.sum(rest.to(tl.int32), 0)
             together = READ * count + PAIR * tl.sum(seen.to(tl.int32), 0)
             dense = DENSE * tl.sum((first & (rest == 0)).to(tl.int32), 0)
             pays = (n_rest > 0) & (TOGETHER + REST_PAIR * n_rest + dense < together)
             rest = rest & pays
-            todo = tl.where(pays, 0, -1)
-            if todo < 0:
+            undone = tl.where(pays, 0, -1)
+            if undone < 0:
                 tl.store(WHOLE + 1 + tl.atomic_add(WHOLE, 1, sem="relaxed"), at.to(tl.int32))
         _, _, live, place = _entry(
             entry, tile, group, SEQ_BEGIN, T, S, S_KV, G, n_sel, q_start, VARLEN, QUERIES, N_PAD,
@@ -200,10 +200,10 @@ def _tile_blocks_kernel(
         )  # fmt: skip
         _, key = _key(BLOCK_INDICES, place, live, PARTS, KEYS)
         tl.store(REST + place, tl.where(rest, key // KEYS, -1), mask=live)
-        tl.store(TODO + at, todo)
+        tl.store(UNDONE + at, undone)
         listed = first & (rest == 0)
         n_listed = tl.sum(listed.to(tl.int32), 0)
-        tl.store(LISTED + at, tl.where(todo < 0, -1, n_listed))
+        tl.store(LISTED + at, tl.where(undone < 0, -1, n_listed))
         other = (first & rest).to(tl.int32)
         tl.store(entries + n_listed + tl.cumsum(other, 0) - other, packed, mask=other > 0)
     there = listed.to(tl.int32)
@@ -246,9 +246,9 @@ def tile_blocks(
         eights = tiles * (queries // EIGHT.value)
         whole = torch.empty(1 + eights * groups, dtype=torch.int32, device=device)
         whole[:1].zero_()
-        listed, todo = torch.empty_like(counts), torch.empty_like(counts)
+        listed, undone = torch.empty_like(counts), torch.empty_like(counts)
         blocks = block_indices.new_empty(*block_indices.shape[:-1], n_sel * parts)
-        rest = Rest(blocks, listed, whole, todo)
+        rest = Rest(blocks, listed, whole, undone)
     launch(
         _tile_blocks_kernel, (tiles, groups),
         block_indices, seq_begin if varlen else block_indices, entries, counts,

@@ -598,7 +598,7 @@ def _span_bwd_hopper_kernel(
         m_begin = gl.maximum(n0 - q_start, 0) // BLOCK_Q * BLOCK_Q + split * share
         m_end = gl.maximum(gl.minimum(m_begin + share, m_end), m_begin)
     nothing = n0 >= k_len
-    if SPLIT:
+    if SPLIT:  # else a program without queries writes zeros
         nothing = nothing | (m_begin == m_end)
     if nothing:
         return

@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.choice import score_in_attention_hopper as scoring
 from nsa.kernels.prefill.choice.score_topn_triton import Slab
+from nsa.kernels.prefill.hopper import WIDTHS
 from nsa.kernels.prefill.marked_keys import marked
 from nsa.kernels.prefill.packs import packed_bounds, packed_tiles, sequence_of
 from nsa.kernels.prefill.releases import (
@@ -513,9 +514,10 @@ def _consume(
                     tiles_before = tiles
                     scoring.finish(m, lse2, tiles, sums, aside, before, n_ld, HEADS, DTYPE)
             # One that sees keys, but with scores of -inf alone, has NaN.
+            _, _, _, _, _, _, q_start, a = spans[i]
             nothing = batch == BATCH  # rows of no sequence
-            if TILES[i][0] == 0:
-                nothing = nothing | (t + spans[i][6] + 1 < spans[i][7])
+            if TILES[i][0] == 0:  # compressed: before the end of the first block, too
+                nothing = nothing | (t + q_start + 1 < a)
             none = gl.where(nothing, 1.0, float("nan"))
             inv = 1.0 / gl.where(l > 0, l, none)
             if PAIR:
@@ -679,7 +681,6 @@ def _span_pair_fwd_hopper_kernel(
 TAKES = (
     "16-bit heads, 64 or 128 wide for Dk = Dv or 192 and 128, a power of two of up to 64 a group"
 )
-WIDTHS = ((64, 64), (128, 128), (192, 128))  # of Q's and V's heads
 
 
 def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

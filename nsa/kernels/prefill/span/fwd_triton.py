@@ -98,8 +98,8 @@ def _span_fwd_kernel(
 
     # A row that sees no key has l = 0: output 0 and lse = -inf. One that sees NaN has NaN, as one
     # has that sees keys, but with scores of -inf alone.
-    nothing = tl.where(hi > lo, float("nan"), 1.0)
-    acc = acc / tl.where(l_i > 0, l_i, nothing)[:, None]
+    none = tl.where(hi > lo, float("nan"), 1.0)
+    acc = acc / tl.where(l_i > 0, l_i, none)[:, None]
     lse = tl.where(l_i != 0, (m_i + tl.math.log2(l_i)) * 0.6931471805599453, float("-inf"))
     put_rows(O, acc, row_index, row_live, offs_dv, DV)
     tl.store(LSE + row_index, lse, mask=row_live)
