@@ -298,7 +298,7 @@ def test_proof_is_compared_by_dtype_in_whatever_order_it_came(compared_as):
 def test_a_stage_that_ended_otherwise_is_a_regression(stage, status, required, compared_as):
     change = ending(stage, status=status, reason="why", required=required)
     code, result = compared_as(None, dict(change=change))
-    assert code == 1 and f"stage {stage} PASS -> {status}" in result["regressions"]
+    assert code == 1 and result["regressions"] == [f"stage {stage} PASS -> {status}"]
 
 
 def test_an_optional_stage_may_prove_nothing(compared_as):
