@@ -82,11 +82,21 @@ KERNELS = {
     "cmp": ("_span_fwd_*",), "win": ("_span_fwd_*",), "sel": ("_block_attn_fwd_*",),
     "select": ("_block_score_*", "_block_topn_kernel"), "turn": ("_turn_kernel",),
     "full": ("_span_*fwd_*", "_block_topn_kernel", "_block_attn_fwd_*"),
+    "full, all blocks": ("_span_*fwd_*", "_every_block_kernel"),
 }  # fmt: skip
 BACKWARD_KERNELS = {
     "cmp": ("_span_bwd_*",), "win": ("_span_bwd_*",), "sel": ("_block_attn_bwd_*",),
     "full": ("_combine_bwd_kernel", "_span_bwd_*", "_block_attn_bwd_*"),
+    "full, all blocks": ("_combine_bwd_kernel", "_span_bwd_*"),
 }  # fmt: skip
+
+
+def kernels_of(op: str, direction: str, shape: Shape, longest: int) -> tuple[str, ...]:
+    """What a call must launch. longest: tokens of a sequence, of which a query may choose all."""
+    if op == "full" and longest <= shape.n_sel * shape.l_sel:
+        op = "full, all blocks"
+    ways = {"fwd": KERNELS, "bwd": BACKWARD_KERNELS}
+    return tuple(kernel for way in direction.split("+") for kernel in ways[way][op])
 
 
 def dense_calls(x: Prefill) -> list[tuple[str, Callable[[], Tensor]]]:
@@ -177,7 +187,7 @@ def check_key_gradients(
     truth(dtype): what another implementation on `path` launches, and its gradients; NSA's own else.
     """
     truth = truth or partial(sampled_gradients, x, op)
-    kernels = BACKWARD_KERNELS[op] if kernels is None else kernels
+    kernels = kernels_of(op, "bwd", x.shape, x.shape.S) if kernels is None else kernels
     do = torch.zeros_like(x.do)
     do[:, x.at] = x.do[:, x.at]
     with launches.recording() as seen:
@@ -226,8 +236,7 @@ def attention_case(
     forwards = {name: (lambda: x.forward(op), x.leaves(op))}
     forwards |= {rival: (run, (x.q, x.k_sel, x.v_sel)) for rival, run in rivals}
     passes = Passes(direction, fill, forwards, x.do)
-    ways = {"fwd": KERNELS, "bwd": BACKWARD_KERNELS}
-    kernels = tuple(kernel for way in direction.split("+") for kernel in ways[way][op])
+    kernels = kernels_of(op, direction, shape, shape.S)
     if not forward:
         passes.refill(0)
         out = passes.out[name] if direction == "bwd" else x.forward(op)
@@ -285,7 +294,7 @@ def pack_case(x: Pack, direction: str, columns: dict[str, Any]) -> Case:
     def exact(dtype: torch.dtype = torch.float64) -> Tensor:
         return sampled_gradients(x, "full", dtype)[0] if backward else x.exact("full", dtype)
 
-    kernels = (BACKWARD_KERNELS if backward else KERNELS)["full"]
+    kernels = kernels_of("full", direction, shape, x.long)
     whole, parts = (Contender(n, passes.call(n), "triton", kernels) for n in forwards)
     shapes = replace(shape, S=x.long), replace(shape, S=x.SHORT, B=len(x.begins) - 1)
     kinds = [work(kind, "full", direction) for kind in shapes]

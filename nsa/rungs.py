@@ -153,10 +153,9 @@ def _selected_triton(args: Args, flags: Flags) -> Selected:
 def _in_pack(ranges: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Ranges [T, G, n, 2] of the keys of each query's own sequence as ranges of the whole pack's;
     empty for a query that is of no sequence. Does not wait for the device."""
-    from nsa.kernels.prefill.packs import token_sequences
-
     ends = torch.nn.functional.pad(cu_seqlens, (0, 1))  # behind the last sequence: none ends
-    sequence = token_sequences(cu_seqlens, ranges.shape[0])
+    token = torch.arange(ranges.shape[0], dtype=torch.int32, device=ranges.device)
+    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
     begin = ends[sequence][:, None, None, None]
     length = (ends[sequence + 1][:, None, None, None] - begin).clamp(min=0)
     return ranges.clamp(min=0).minimum(length) + begin

@@ -45,7 +45,7 @@ from nsa.kernels.prefill import limits
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
 SPILLED = 336  # bytes of stack from which a kernel is listed; the slowest kept tile has as many
-LONG = 320  # keys from which the kernels for long sequences serve
+LONG = 2304  # keys from which the kernels for long sequences serve
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -323,8 +323,10 @@ def some_calls() -> Iterator[Call]:
         yield prefill, (LONG, h, *size, BF16, packed, 64, None, False)
     for l_sel, use, fixed in [(16, None, False), (128, None, False), (64, False, False),
                               (64, None, True)]:  # fmt: skip
-        yield prefill, (256, 16, 128, 128, BF16, False, l_sel, use, fixed)
-    yield prefill, (32, 4, 128, 128, F32, False, 64, None, False)
+        yield prefill, (16 * l_sel + 64, 16, 128, 128, BF16, False, l_sel, use, fixed)
+    for packed in (False, True):  # where each query chooses all blocks
+        yield prefill, (256, 16, 128, 128, BF16, packed, 64, None, False)
+    yield prefill, (1088, 4, 128, 128, F32, False, 64, None, False)
     yield into_pages, (16, 128, 128, BF16, 1, "mlp", 64, False)
     for size in sizes:
         yield turn, (16, *size, BF16)
@@ -337,8 +339,9 @@ def compiled_calls(arch: int) -> Iterator[Call]:
     which have the tiles of one of these, fewer."""
     whole, most = arch in (90, 120), (128, 128)
     yield prefill, (LONG, 16, *most, BF16, False, 64, None, False)
+    yield prefill, (256, 16, *most, BF16, False, 64, None, False)
     yield turn, (16, *most, BF16)
-    yield blocks, (2048, 4, *most, BF16, 64, False, False)
+    yield blocks, (4160, 4, *most, BF16, 32, False, False)
     yield blocks, (256, 16, *most, BF16, 64, True, True)
     yield ranges, (8, *most, BF16, "ranges", 16)
     yield ranges, (8, *most, BF16, "dense", 1, 64, torch.int64)
@@ -351,8 +354,8 @@ def compiled_calls(arch: int) -> Iterator[Call]:
     yield into_pages, (16, *most, BF16, 1, "mlp", 64, False)
     yield over_ranks, (16, *most, BF16, 2, 1 << 14)
     if arch == 80:  # where these left registers on the stack
-        for h in (32, 64):
-            yield prefill, (LONG, h, 192, 128, BF16, False, 64, None, False)
+        for S, h in ((LONG, 32), (LONG, 64), (256, 64)):
+            yield prefill, (S, h, 192, 128, BF16, False, 64, None, False)
         yield decode, (1, 1, 128, 256, 256, BF16, 8192)
     if whole or arch == 80:
         yield prefill, (LONG, 4, *most, F32, False, 64, None, False)
@@ -375,7 +378,7 @@ def compiled_calls(arch: int) -> Iterator[Call]:
         yield spans, (h, *most, BF16)
     yield turn, (3, 192, 128, BF16)
     for h in (1, 8):
-        yield blocks, (2048, h, *most, BF16, 64, False, False)
+        yield blocks, (4160, h, *most, BF16, 32, False, False)
     for h, D, Dv, dtype in (
         (4, 64, 64, BF16), (8, 128, 128, F32), (16, 192, 128, F16), (16, 256, 256, BF16),
         (64, 256, 256, BF16), (64, 256, 256, F32),

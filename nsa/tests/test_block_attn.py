@@ -165,7 +165,8 @@ TILED = UNIONS[1], PACKED, Case((1000,), G=4, h=4, q_start=70, **BIG)
 
 @pytest.fixture
 def key_tiles(monkeypatch):
-    """Any number of pairs will do, and queries go in slabs of a few dozen."""
+    """Any number of pairs and any length will do, and queries go in slabs of a few dozen."""
+    monkeypatch.setattr(fwd_by_keys_triton, "ALIKE", -1)
     monkeypatch.setattr(fwd_by_keys_triton, "MIN_PAIRS", 1)
     monkeypatch.setattr(fwd_by_keys_triton, "MIN_PAIRS_PER_TILE", 0)
     monkeypatch.setattr(
@@ -325,7 +326,7 @@ def gradients(x: Problem, dq: Tensor | None = None):
 def test_one_pass_agrees_with_two(case, kind, device, monkeypatch):
     x = Problem(case, kind, device, monkeypatch)
     got, counts = gradients(x)
-    assert set(counts) == FUSED
+    assert set(counts) - {"_token_sequences_kernel"} == FUSED  # of packs
     with deterministic():
         want, counts = gradients(x)
         assert TWO_PASSES <= set(counts)

@@ -103,8 +103,10 @@ def chosen_by(x: Inputs) -> dict:
 
 
 def whole_case(case: str, x: Inputs, call=prefill.nsa_prefill_triton) -> None:
-    """The fused operator: block choice as the kernels made it, everything else against fp64."""
+    """The fused operator: block choice as the kernels made it, everything else against fp64. Where
+    each query chooses all blocks, selection goes as dense attention."""
     shape, chosen = x.shape, []
+    dense = max(shape.keys) <= shape.n_sel * shape.l_sel
 
     def ours(q, k_cmp, v_cmp, k, v, *win_and_gates):
         *win, gates = win_and_gates
@@ -124,7 +126,7 @@ def whole_case(case: str, x: Inputs, call=prefill.nsa_prefill_triton) -> None:
         blocks, lse = aux["block_indices"].reshape(-1, shape.G, shape.n_sel), aux["lse"]
         T = len(x.do)
         assert not shape.beyond or ((blocks[T:] == -1).all() and lse[T:].isneginf().all())
-        if T and (shape.q_start or shape.beyond) and torch.is_grad_enabled():
+        if T and (shape.q_start or shape.beyond or dense) and torch.is_grad_enabled():
             given = x.layout(x.q), x.layout(x.k_cmp), lse[:T] if shape.packed else lse
             alone = prefill.select_blocks_triton(*given, **chosen_by(x))
             assert torch.equal(blocks[:T], alone.reshape(blocks[:T].shape))
@@ -138,8 +140,9 @@ def whole_case(case: str, x: Inputs, call=prefill.nsa_prefill_triton) -> None:
         win = lib.sliding_attention(q, k_win, v_win, window=shape.w, **shape.at)
         return (gates[..., :1] * cmp + gates[..., 1:2] * sel + gates[..., 2:] * win,)
 
-    kernels = [*SPANS, *BLOCKS, "_combine_bwd_kernel"]
-    check(case, x, NAMES, ours, theirs, kernels, ["_span_*", "_block_attn_*"])
+    here = ["_every_block_kernel"] if dense else ["_block_topn_kernel", "_block_attn_*"]
+    kernels = [*SPANS, *here, *BLOCKS[1:] * (not dense), "_combine_bwd_kernel"]
+    check(case, x, NAMES, ours, theirs, kernels, ["_span_*", *here])
 
 
 @ALL

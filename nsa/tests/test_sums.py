@@ -157,9 +157,9 @@ def test_sums_in_fp16_become_part_of_dq(name, asks, kernel_device, monkeypatch):
         else:
             acc.add_(3.0)
 
-    x = Inputs(Shape((39,), G=1), kernel_device)
+    x = Inputs(Shape((59,), G=1), kernel_device)
     leaves, call, _ = operator_of("prefill" if name == "prefill" else "selected", x)
-    blocks = torch.zeros(1, 39, 1, 1, dtype=torch.int32)
+    blocks = torch.zeros(1, 59, 1, 1, dtype=torch.int32)
 
     def gradients(halves):
         module = SimpleNamespace(add_block_gradients=add, adds_halves=lambda *a: halves)
@@ -185,7 +185,7 @@ def test_sums_in_fp16_become_part_of_dq(name, asks, kernel_device, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "name", "left"),
     [(Shape((39,)), "selected", float("inf")), (Shape((21,), batch=2), "selected", 0.0),
-     (Shape((17,), batch=2), "prefill", 2.0**-14), (Shape((5, 21, 1)), "prefill", float("nan"))],
+     (Shape((57,), batch=2), "prefill", 2.0**-14), (Shape((5, 51, 1)), "prefill", float("nan"))],
     ids=str,
 )  # fmt: skip
 def test_what_fp16_did_not_serve_is_found_anew(shape, name, left, kernel_device, monkeypatch):

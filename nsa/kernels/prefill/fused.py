@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa.arrival import await_selection
 from nsa.blocks import num_compressed
-from nsa.checks import needs_grad, scale_of
+from nsa.checks import assert_longest, needs_grad, scale_of
 from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
 from nsa.kernels.prefill import hopper
@@ -33,6 +33,16 @@ CMP, SEL, WIN = range(3)  # columns of the gates
 
 def _sizes(sizes: list[int]) -> dict[str, int]:
     return dict(zip(("l", "d", "l_sel", "n_sel", "n_init", "n_local"), sizes[:6], strict=True))
+
+
+def _whole(
+    s: dict[str, int], q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, q_start: int
+) -> Span | None:
+    """What selection is where every query has so few blocks that it chooses all of them: dense
+    attention, as a window that leaves nothing out. None elsewhere."""
+    longest = q.shape[1] if cu_seqlens is None else min(max_seqlen, q.shape[0])
+    room = s["n_sel"] * s["l_sel"]
+    return Span(SLIDING, room) if q_start + longest <= room else None
 
 
 def _window_start(q: Tensor, k_win: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -51,16 +61,19 @@ def _prefill(
     then the window, then how many heads of a group choose blocks). Without for_backward the
     branches' outputs are empty, and all log-sum-exps but the first."""
     from nsa.kernels.prefill.blocks.fwd_triton import gated_block_attention_fwd
-    from nsa.kernels.prefill.choice.score_topn_triton import Ranking, block_select
+    from nsa.kernels.prefill.choice.score_topn_triton import Ranking, block_select, every_block
+    from nsa.kernels.prefill.combine import combine_fwd
     from nsa.kernels.prefill.head_padding import hide_heads
     from nsa.kernels.prefill.span.fwd_triton import span_attention_fwd
 
     s, heads = _sizes(sizes), sizes[7]
     compressed, sliding = Span(COMPRESSED, s["l"], s["d"]), Span(SLIDING, sizes[6])
     win_start = _window_start(q, k_win, cu_seqlens)
+    seq_begin = sequence_begins(cu_seqlens, q.shape[0])
+    whole = _whole(s, q, cu_seqlens, max_seqlen, q_start)
     # Only a backward needs the outputs of both apart.
     pair = None if for_backward else hopper.forward_pair(q, k_cmp, v_cmp, k_win, v_win, use_gluon)
-    scoring = hopper.forward_with_scores(
+    scoring = not whole and hopper.forward_with_scores(
         q, k_cmp, v_cmp, s["l"], s["d"], s["l_sel"], cu_seqlens is not None, use_gluon
     )
     slabs = None
@@ -95,6 +108,14 @@ def _prefill(
         )
     if scoring:
         block_indices = ranking.out
+    elif whole:
+        block_indices = every_block(
+            Ranking.of(
+                q, k_cmp, **s, cu_q=cu_seqlens, cu_k=cu_seqlens_cmp, max_q=max_seqlen,
+                q_start=q_start,
+            ),
+            seq_begin,
+        )  # fmt: skip
     else:
         if heads * k_cmp.shape[-2] < q.shape[-2]:
             hide_heads(lse_cmp, k_cmp.shape[-2], heads)
@@ -103,14 +124,20 @@ def _prefill(
             cu_k=cu_seqlens_cmp, max_q=max_seqlen, q_start=q_start, use_gluon=use_gluon,
         )  # fmt: skip
     await_selection()
-    o_sel, lse_sel, out = gated_block_attention_fwd(
-        q, k_sel, v_sel, block_indices, (o_cmp, o_win, gates), block_size=s["l_sel"],
-        softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_start=q_start, use_gluon=use_gluon,
-        keep=for_backward,
-    )  # fmt: skip
+    others = (o_cmp, o_win, gates)
+    if whole:
+        o_sel, lse_sel = span_attention_fwd(
+            q, k_sel, v_sel, whole, softmax_scale, cu_seqlens, cu_seqlens, q_start, use_gluon
+        )
+        out = combine_fwd(o_sel, others, into=None if for_backward else o_sel)
+    else:
+        o_sel, lse_sel, out = gated_block_attention_fwd(
+            q, k_sel, v_sel, block_indices, others, block_size=s["l_sel"],
+            softmax_scale=softmax_scale, seq_begin=seq_begin, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen, q_start=q_start, use_gluon=use_gluon, keep=for_backward,
+        )  # fmt: skip
     if not for_backward:
-        o_cmp, o_win = q.new_empty(0), q.new_empty(0)
+        o_cmp, o_sel, o_win = (q.new_empty(0) for _ in range(3))
         lse_sel, lse_win = lse_cmp.new_empty(0), lse_cmp.new_empty(0)
     return out, block_indices, o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win
 
@@ -133,7 +160,7 @@ def _prefill_bwd(
     k_win: Tensor, v_win: Tensor, gates: Tensor, block_indices: Tensor, o_cmp: Tensor,
     o_sel: Tensor, o_win: Tensor, lse_cmp: Tensor, lse_sel: Tensor, lse_win: Tensor,
     sizes: list[int], softmax_scale: float, cu_seqlens: Tensor | None,
-    cu_seqlens_cmp: Tensor | None, q_start: int, use_gluon: bool | None = None,
+    cu_seqlens_cmp: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.blocks.bwd_triton import block_attention_bwd
     from nsa.kernels.prefill.combine import combine_bwd
@@ -141,6 +168,7 @@ def _prefill_bwd(
     from nsa.kernels.prefill.sums import rounded
 
     s, sliding = _sizes(sizes), Span(SLIDING, sizes[6])
+    whole = _whole(s, q, cu_seqlens, max_seqlen, q_start)
     grad_out = grad_out.contiguous()
     of_window = one_pass(q, k_win, v_win, grad_out, use_gluon)
     make = torch.zeros if of_window else torch.empty
@@ -154,12 +182,19 @@ def _prefill_bwd(
         cu_seqlens, delta=deltas[WIN], dq=acc, first=not of_window,
         q_start=_window_start(q, k_win, cu_seqlens), any_negative=any_negative, chosen=of_window,
     )  # fmt: skip
-    of_sel, dk_sel, dv_sel = block_attention_bwd(
-        grad_out, q, k_sel, v_sel, None, lses[SEL], block_indices, block_size=s["l_sel"],
-        softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
-        cu_seqlens=cu_seqlens, delta=deltas[SEL], dq=acc, reach=reach, q_start=q_start,
-        use_gluon=use_gluon, any_negative=any_negative,
-    )  # fmt: skip
+    if whole:
+        of_sel, dk_sel, dv_sel = span_attention_bwd(
+            grad_out, q, k_sel, v_sel, o_sel, lses[SEL], whole, softmax_scale, cu_seqlens,
+            cu_seqlens, delta=deltas[SEL], dq=acc, q_start=q_start, use_gluon=use_gluon,
+            any_negative=any_negative,
+        )  # fmt: skip
+    else:
+        of_sel, dk_sel, dv_sel = block_attention_bwd(
+            grad_out, q, k_sel, v_sel, None, lses[SEL], block_indices, block_size=s["l_sel"],
+            softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
+            cu_seqlens=cu_seqlens, delta=deltas[SEL], dq=acc, reach=reach, q_start=q_start,
+            use_gluon=use_gluon, any_negative=any_negative,
+        )  # fmt: skip
     _, dk_cmp, dv_cmp = span_attention_bwd(
         grad_out, q, k_cmp, v_cmp, o_cmp, lses[CMP], Span(COMPRESSED, s["l"], s["d"]),
         softmax_scale, cu_seqlens, cu_seqlens_cmp, delta=deltas[CMP], dq=acc, q_start=q_start,
@@ -175,10 +210,10 @@ def _(grad_out, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *rest):
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, sizes, softmax_scale, cu_seqlens, cu_seqlens_cmp, _, *rest = inputs[:8], *inputs[8:]
+    tensors, sizes, softmax_scale, cu_seqlens, cu_seqlens_cmp, *rest = inputs[:8], *inputs[8:]
     ctx.save_for_backward(*tensors, *output[1:], cu_seqlens, cu_seqlens_cmp)
     ctx.scalars = (sizes, softmax_scale)
-    ctx.rest = rest[:2]  # q_start, use_gluon
+    ctx.rest = rest[:3]  # max_seqlen, q_start, use_gluon
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # else each of these gets a gradient of zeros, 3 GiB at 64k
 
@@ -212,6 +247,8 @@ def nsa_prefill_triton(
     from nsa.kernels.prefill.head_padding import Padding
 
     check_block_size("l_sel", l_sel)
+    if cu_seqlens is not None:
+        assert_longest(cu_seqlens, min(max_seqlen or 0, q.shape[0]))
     scale = scale_of(softmax_scale, q.shape[-1])
     trained = needs_grad(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     more = Padding.of(q, k_sel, v_sel, trained, use_gluon)

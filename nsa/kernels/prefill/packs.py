@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.kernels.launch import launch
 from nsa.kernels.tiles import cdiv
 
 MOST_BATCH = 65535  # sequences times groups: the second extent of a grid
@@ -164,7 +165,32 @@ class Rows:
         return cdiv(self.keys, tile) if self.cu else self.batch * cdiv(self.sk, tile)
 
 
-def token_sequences(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """int32 [tokens]: the sequence of each packed row; n_seq past the last one."""
-    token = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
+@triton.jit
+def _token_sequences_kernel(
+    CU, SEQUENCES, BEGINS, tokens, n_seq, steps, SIZE: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    live = token < tokens
+    sequence = tl.zeros([SIZE], tl.int32)
+    end = sequence + n_seq  # where the search ends: rows of no sequence
+    for _ in range(steps):
+        middle = (sequence + end) // 2
+        open_ = sequence < end
+        past = open_ & (tl.load(CU + middle + 1, mask=live & open_, other=0) <= token)
+        sequence = tl.where(past, middle + 1, sequence)
+        end = tl.where(past, end, tl.where(open_, middle, end))
+    tl.store(SEQUENCES + token, sequence, mask=live)
+    tl.store(BEGINS + token, tl.load(CU + sequence, mask=live, other=0), mask=live)
+
+
+def token_sequences(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """int32 [tokens] each: the sequence of each packed row, n_seq past the last one, and its first
+    row."""
+    sequences = torch.empty(tokens, dtype=torch.int32, device=cu_seqlens.device)
+    begins, n_seq = torch.empty_like(sequences), cu_seqlens.numel() - 1
+    if tokens:
+        launch(
+            _token_sequences_kernel, (cdiv(tokens, 256),),
+            cu_seqlens, sequences, begins, tokens, n_seq, n_seq.bit_length(), SIZE=256,
+        )  # fmt: skip
+    return sequences, begins

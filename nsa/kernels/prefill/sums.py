@@ -28,6 +28,7 @@ from nsa.kernels.launch import launch
 from nsa.kernels.tiles import cdiv, pow2
 
 SIZE = 4096  # numbers that a program rounds, or looks at in a turn
+LEAST = 1024  # that it adds: compressed keys are few
 PROGRAMS = 1056  # that look at K and V: few, since each adds to the same numbers
 MOST_PARTS = 64  # of a sum in fp16, whose error grows with the square root of their number
 TYPICAL = tl.constexpr(4)  # bits over a mean of exponents that nearly all elements stay below
@@ -72,6 +73,26 @@ def _round_keys_kernel(SUM_K, SUM_V, DK, DV, k_numbers, v_numbers, scale, SIZE: 
         _round(SUM_K, DK, k_numbers, scale, tl.program_id(0), SIZE)
     else:
         _round(SUM_V, DV, v_numbers, 1.0, tl.program_id(0) - of_k, SIZE)
+
+
+@triton.jit
+def _add_parts(X, OUT, numbers, parts, program, SIZE: tl.constexpr):
+    at = program.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    live = at < numbers
+    x = tl.zeros([SIZE], tl.float32)
+    for part in range(parts):
+        x += tl.load(X + part * tl.cast(numbers, tl.int64) + at, mask=live, other=0.0)
+    tl.store(OUT + at, x.to(OUT.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _add_parts_kernel(PARTS_K, PARTS_V, DK, DV, k_numbers, v_numbers, parts, SIZE: tl.constexpr):
+    """dK by the first programs, and dV by those behind."""
+    of_k = tl.cdiv(k_numbers, SIZE)
+    if tl.program_id(0) < of_k:
+        _add_parts(PARTS_K, DK, k_numbers, parts, tl.program_id(0), SIZE)
+    else:
+        _add_parts(PARTS_V, DV, v_numbers, parts, tl.program_id(0) - of_k, SIZE)
 
 
 @triton.jit
@@ -203,6 +224,19 @@ def rounded_keys(
     if programs:
         numbers = dk.numel(), dv.numel(), scale
         launch(_round_keys_kernel, (programs,), dk, dv, to, to_v, *numbers, SIZE=SIZE)
+    return to, to_v
+
+
+def added_keys(
+    dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous fp32 parts of dK and dV [parts, ..] added up, in the dtypes of k and v."""
+    to, to_v = torch.empty_like(k), torch.empty_like(v)
+    numbers = k.numel(), v.numel()
+    launch(
+        _add_parts_kernel, (cdiv(numbers[0], LEAST) + cdiv(numbers[1], LEAST),),
+        dk, dv, to, to_v, *numbers, dk.shape[0], SIZE=LEAST,
+    )  # fmt: skip
     return to, to_v
 
 

@@ -34,6 +34,7 @@ CHUNK = 128  # pairs of a program; of slabs of 256 MiB, 256 pairs take 5 % longe
 # 11.2; 8 heads, 16k 4.9 and 5.5; 16 heads of 4 groups, 32k 9.6 and 6.7.
 MIN_PAIRS = 1 << 21
 MOST_HEADS = 8
+ALIKE = 4  # times what a query chooses: in sequences up to there nearly all tiles go as unions
 MIN_PAIRS_PER_TILE = 8
 LIST_ENTRIES = 1024  # of block_indices per program that files them
 REDO = 16  # queries of a tile that goes again, where there are no unions
@@ -191,14 +192,15 @@ def outer_tiles(
 
 
 def outer_applies(
-    arch: int, tokens: int, keys: int, groups: int, heads: int, n_sel: int, block_size: int, d: int,
-    dv: int, itemsize: int,
+    arch: int, tokens: int, keys: int, longest: int, groups: int, heads: int, n_sel: int,
+    block_size: int, d: int, dv: int, itemsize: int,
 ) -> bool:  # fmt: skip
     """Whether queries outside unions go by key tiles. tokens: queries of all sequences; keys: room
-    for keys of all; heads: query heads a group."""
+    for keys of all; longest: keys of one sequence; heads: query heads a group."""
     pairs, tiles = tokens * groups * n_sel, keys * groups // block_size
     return (
         block_size in (16, 32, 64)
+        and longest > ALIKE * n_sel * block_size
         and pairs >= max(MIN_PAIRS, MIN_PAIRS_PER_TILE * tiles)
         and outer_tiles(arch, heads, d, dv, itemsize)[0] > 0
     )
@@ -259,9 +261,8 @@ def block_attention_outer(
     if cu_seqlens is not None:
         s_q, s_kv, batch = 1, cu_seqlens.numel() - 1, 1
         per_seq = packed_tiles(tokens, block_size, cu_seqlens)
-        first_tile = torch.arange(s_kv + 1, dtype=torch.int32, device=q.device)
-        first_tile += cu_seqlens // block_size
-        first_tile = first_tile[token_sequences(cu_seqlens, tokens)]
+        sequences, begins = token_sequences(cu_seqlens, tokens)
+        first_tile = sequences + begins // block_size
     else:
         (batch, s_q), s_kv, first_tile = q.shape[:2], k.shape[1], None
         per_seq = cdiv(s_kv, block_size)

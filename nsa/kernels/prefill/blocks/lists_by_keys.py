@@ -277,7 +277,7 @@ def rows_of_tiles(
     out = torch.zeros(n_tiles, words, **kw) if mark else torch.empty(pairs, **kw)
     launch(
         _pair_tiles_kernel, (cdiv(pairs, LIST_SIZE),),
-        blocks, token_sequences(cu_seqlens, tokens) if packed else blocks, cu_arg, out, pairs,
+        blocks, token_sequences(cu_seqlens, tokens)[0] if packed else blocks, cu_arg, out, pairs,
         s_arg, groups, n_sel, per_seq, n_tiles, words, VARLEN=packed, TILE=tile,
         PER_BLOCK=tiles_per_block, MARK=mark, SIZE=LIST_SIZE,
     )  # fmt: skip

@@ -20,7 +20,7 @@ def sequence_begins(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
         return None
     from nsa.kernels.prefill.packs import token_sequences
 
-    return cu_seqlens[token_sequences(cu_seqlens, tokens)]
+    return token_sequences(cu_seqlens, tokens)[1]
 
 
 @operator("nsa::block_attention")

@@ -98,6 +98,14 @@ def _smaller(a, b):
 
 
 @triton.jit
+def runs(x, index, SIZE: tl.constexpr):
+    """Which of sorted x [SIZE] begin a run of one value, and where each one's run ends."""
+    first = (index == 0) | (x != tl.gather(x, tl.maximum(index - 1, 0), 0))
+    at_end = (index == SIZE - 1) | (x != tl.gather(x, tl.minimum(index + 1, SIZE - 1), 0))
+    return first, tl.associative_scan(tl.where(at_end, index, SIZE), 0, _smaller, reverse=True)
+
+
+@triton.jit
 def _last(row, QUERIES: tl.constexpr, N_PAD: tl.constexpr):
     """The largest row of each query, for all of its entries."""
     last = tl.max(tl.reshape(row, [QUERIES, N_PAD]), 1)
@@ -164,10 +172,9 @@ def _tile_blocks_kernel(
     seen = row < NO_ROW
     entry = (key >> 1).to(tl.int32) & (SIZE - 1)
     query = entry // N_PAD
-    first = seen & ((index == 0) | (row != tl.gather(row, tl.maximum(index - 1, 0), 0)))
-    at_end = (index == SIZE - 1) | (row != tl.gather(row, tl.minimum(index + 1, SIZE - 1), 0))
+    first, run_end = runs(row, index, SIZE)
+    first = first & seen
     run = tl.associative_scan(tl.where(first, index, 0), 0, _larger)
-    run_end = tl.associative_scan(tl.where(at_end, index, SIZE), 0, _smaller, reverse=True)
     # A query is in a run once: sums of bits are masks; above them, how many have it last.
     bits = tl.where(seen, (1 << query) + ((key & 1).to(tl.int32) << QUERIES), 0)
     before = tl.cumsum(bits, 0) - bits

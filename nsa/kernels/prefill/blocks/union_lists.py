@@ -18,19 +18,25 @@ from torch import Tensor
 
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.blocks.selection import Selection
+from nsa.kernels.prefill.blocks.tile_blocks import PER_WARP, runs
 from nsa.kernels.tiles import arch_of, cdiv, pow2, sm_count
 
 # Blocks of a union per (query, block) pair of its tile, in 1/1024, up to which the union is faster.
 # H200, bf16, D = 128: a union's block takes 5.1 ns of the GPU forward and 7.4 in dQ, a pair 3.2 and
 # 3.6, with 16 and with 4 heads alike (a single query pads them to 16). Not measured elsewhere: half
-# the pairs halve the traffic, which no part can lose by.
-SHARE = {("fwd", 90): 640, ("fwd_outer", 90): 200, ("dq", 90): 492}
+# the pairs halve the traffic, which no part can lose by. Key tiles do not pad the heads of a pair:
+# beside them the limit is for each query head of a group.
+SHARE = {("fwd", 90): 640, ("fwd_outer", 90): 60, ("dq", 90): 492}
 OTHER_SHARE = 512
-# Fewer tiles leave multiprocessors idle that single queries would fill, and two more launches show.
-MIN_TILES = 2048
+# Fewer take the host longer than they save the GPU. H200, chunks of 512 tokens (256 tiles of 4
+# heads of 8 groups): the kernels of a forward 60 us instead of 102, eager calls as long as before.
+MIN_TILES = 256
 # Programs a multiprocessor, at least as many as it holds at a time: a late one finds no work left.
 UNIONS_PER_SM = 4
-ROWS = 64  # a warpgroup's product; the mask of a list entry has room for 32 queries
+ROWS = 64  # a warpgroup's product
+MOST_QUERIES = tl.constexpr(32)  # the bits of a list entry's mask
+MOST_ENTRIES = 2048  # (query, rank) pairs of a tile that a program sorts
+NOTHING = tl.constexpr(0x7FFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -76,22 +82,8 @@ def tile_shape(arch: int, heads: int, itemsize: int) -> tuple[int, int]:
     """(queries, padded heads) of a union tile; 0 queries where there is none."""
     padded = 1 << (heads - 1).bit_length()
     rows = ROWS if arch else 16
-    padded = max(padded, rows // 32)
+    padded = max(padded, rows // MOST_QUERIES.value)
     return (rows // padded if itemsize == 2 and 2 * padded <= rows else 0), padded
-
-
-@triton.jit
-def chosen_by(key, rows_of, n_sel, begin, last, unit, QUERIES: tl.constexpr):
-    """Mask of the queries that chose each key: rows_of [QUERIES] points to their blocks, of which
-    those up to `last` count; a block's key is begin + block * unit. A negative key has no query."""
-    chosen = tl.zeros([key.shape[0], QUERIES], tl.int32)
-    bit = 1 << tl.arange(0, QUERIES)
-    # One rank of all queries at a time.
-    for rank in tl.range(0, n_sel):
-        block = tl.load(rows_of + rank)
-        theirs = tl.where((block >= 0) & (block <= last), begin + block * unit, -2)
-        chosen |= tl.where(key[:, None] == theirs[None, :], bit[None, :], 0)
-    return tl.sum(chosen, 1)
 
 
 @triton.jit
@@ -102,24 +94,18 @@ def _union_lists_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     group = tl.program_id(1)
-    first = tile * QUERIES
-    entry = tl.arange(0, QUERIES * N_PAD)
-    query = entry // N_PAD
-    rank = entry % N_PAD
-    token = tl.minimum(first + query, T - 1)
-    other = tl.arange(0, QUERIES)
-    other_token = tl.minimum(first + other, T - 1)
+    SIZE: tl.constexpr = QUERIES * N_PAD
+    index = tl.arange(0, SIZE)
+    query = index // N_PAD
+    rank = index % N_PAD
+    live = tile * QUERIES + query < T
+    token = tl.minimum(tile * QUERIES + query, T - 1)
     if VARLEN:
-        begin = tl.load(SEQ_BEGIN + other_token)
-        sequence = begin
-        own = (token - tl.load(SEQ_BEGIN + token) + q_start) // block_size
-        other_own = (other_token - begin + q_start) // block_size
+        sequence = tl.load(SEQ_BEGIN + token)
+        own = (token - sequence + q_start) // block_size
     else:
-        sequence = other_token // S
+        sequence = token // S
         own = (token % S + q_start) // block_size
-        other_own = (other_token % S + q_start) // block_size
-    live = first + query < T
-    other_live = first + other < T
     block = tl.load(
         BLOCK_INDICES + (token.to(tl.int64) * G + group) * n_sel + rank,
         mask=live & (rank < n_sel),
@@ -127,16 +113,22 @@ def _union_lists_kernel(
     )
     past = (block >= 0) & (block < own)
     own_mask = tl.sum(tl.where(live & (block == own), 1 << query, 0), 0)
-    rows_of = BLOCK_INDICES + (other_token.to(tl.int64) * G + group) * n_sel
-    before = tl.where(other_live, other_own - 1, -1)
-    mask = chosen_by(tl.where(past, block, -1), rows_of, n_sel, other * 0, before, 1, QUERIES)
-    new = past & ((mask & ((1 << query) - 1)) == 0)
+    pairs = tl.sum(past.to(tl.int32), 0)
+    # Sorted, the queries that chose a block stand in a run.
+    key = tl.sort(tl.where(past, block * MOST_QUERIES + query, NOTHING), 0)
+    past = key < NOTHING
+    block = key // MOST_QUERIES
+    new, end = runs(block, index, SIZE)
+    # A query is in a run once: sums of bits are masks.
+    bits = tl.where(past, 1 << (key % MOST_QUERIES), 0)
+    sums = tl.cumsum(bits, 0)
+    mask = tl.gather(sums, end, 0) - sums + bits
+    new = new & past
     at = tl.cumsum(new.to(tl.int32), 0) - 1
     count = tl.sum(new.to(tl.int32), 0)
-    pairs = tl.sum(past.to(tl.int32), 0)
     row = tile.to(tl.int64) * G + group
     packed = (block.to(tl.int64) << 32) | (mask.to(tl.int64) & 0xFFFFFFFF)
-    tl.store(ENTRIES + row * (QUERIES * N_PAD) + at, packed, mask=new)
+    tl.store(ENTRIES + row * SIZE + at, packed, mask=new)
     # A tile over the border of two sequences has two sets of keys.
     whole = tl.min(sequence, 0) == tl.max(sequence, 0)
     pays = whole & (share >= 0) & (count * 1024 <= pairs * share)
@@ -155,18 +147,20 @@ def lists_for(kernel: str, q: Tensor, by: Selection) -> UnionLists | None:
     if by.softmax_scale <= 0 or not queries or not n_sel:  # the maximum is of unscaled scores
         return None
     tiles = cdiv(tokens, queries)
-    if arch and tiles * groups < MIN_TILES or queries**2 * n_pad > 1 << 15:  # the registers
+    if arch and tiles * groups < MIN_TILES or queries * n_pad > MOST_ENTRIES:
         return None
     entries = torch.empty(tiles, groups, queries * n_pad, dtype=torch.int64, device=q.device)
     state = torch.empty(tiles, groups, 2, dtype=torch.int32, device=q.device)
     work = torch.empty(tiles * groups, dtype=torch.int32, device=q.device)
     counts = torch.zeros(2, dtype=torch.int32, device=q.device)
-    # Warps that hold the [entries, queries] comparison in 32 registers a thread.
-    warps = min(max(queries * queries * n_pad // (32 * 32), 1), 16)
+    share = SHARE.get((kernel, arch), OTHER_SHARE)
+    if (kernel, arch) == ("fwd_outer", 90):
+        share *= q.shape[-2] // groups
     launch(
         _union_lists_kernel, (tiles, groups),
         by.blocks, by.begins, entries, state, work, counts, tokens, 1 if by.packed else q.shape[1],
-        groups, n_sel, by.q_start, by.block_size, SHARE.get((kernel, arch), OTHER_SHARE),
-        VARLEN=by.packed, QUERIES=queries, N_PAD=n_pad, num_warps=warps,
+        groups, n_sel, by.q_start, by.block_size, share,
+        VARLEN=by.packed, QUERIES=queries, N_PAD=n_pad,
+        num_warps=cdiv(queries * n_pad, PER_WARP),
     )  # fmt: skip
     return UnionLists(state, entries, work, counts, queries, heads)

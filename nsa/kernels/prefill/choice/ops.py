@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa.checks import scale_of
+from nsa.checks import assert_longest, scale_of
 from nsa.kernels.launch import packed_ends
 from nsa.kernels.operator import operator
 
@@ -44,6 +44,8 @@ def select_blocks_triton(
     sequence may be longer than max_seqlen, by which the memory for scores goes. use_gluon:
     Flags.use_gluon, by default this process's.
     """
+    if cu_seqlens is not None:
+        assert_longest(cu_seqlens, min(max_seqlen or 0, q.shape[0]))
     return _block_select(
         q.detach().contiguous(), k_cmp.detach().contiguous(), lse.detach().float().contiguous(), l,
         d, l_sel, n_sel, n_init, n_local, scale_of(softmax_scale, q.shape[-1]),

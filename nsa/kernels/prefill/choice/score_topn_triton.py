@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa.checks import assert_longest
 from nsa.config import check_choice
 from nsa.kernels.block_keys import block_keys, overlaps
 from nsa.kernels.head_rows import split_rows
@@ -31,6 +30,7 @@ from nsa.kernels.row_tiles import k_tiles, tma_usable
 from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, pow2, split_dim
 
 SLAB_BYTES = 128 << 20
+ROWS = 64  # queries of a group for which a program names every block
 
 
 @triton.jit
@@ -191,6 +191,25 @@ def _block_topn_kernel(
     tl.store(out + pad, tl.full([N_PAD], -1, tl.int32), mask=(pad > own) & (pad < N_SEL))
 
 
+@triton.jit
+def _every_block_kernel(
+    OUT, SEQ_BEGIN, CU_Q, n_rows, S, G, n_seq, q_start, l_sel,
+    VARLEN: tl.constexpr, N_SEL: tl.constexpr, N_PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """All blocks up to each query's own, of queries that have no more than N_SEL."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < n_rows
+    token = row // G
+    if VARLEN:
+        own = (token - tl.load(SEQ_BEGIN + token, mask=live, other=0)) // l_sel
+        own = tl.where(token < tl.load(CU_Q + n_seq), own, -1)
+    else:
+        own = (token % S + q_start) // l_sel
+    rank = tl.arange(0, N_PAD)[None, :]
+    to = OUT + row[:, None].to(tl.int64) * N_SEL + rank
+    tl.store(to, tl.where(rank <= own[:, None], rank, -1), mask=live[:, None] & (rank < N_SEL))
+
+
 def score_tiles(arch: int, d: int, itemsize: int, keys: int) -> tuple[int, int, int, int]:
     """(rows, BLOCK_N, num_warps, num_stages) of the score kernel for so many compressed keys."""
     if arch == 0:
@@ -243,8 +262,6 @@ class Ranking:
         check_choice(n_sel, n_init, n_local)
         at = Rows.of(q, k_cmp, cu_q, cu_k)
         longest = q.shape[1] if cu_q is None else min(max_q, at.tokens)
-        if cu_q is not None:
-            assert_longest(cu_q, longest)
         out = torch.empty(*q.shape[:-2], k_cmp.shape[-2], n_sel, dtype=torch.int32, device=q.device)
         return cls(out, at, longest, q_start, l, d, l_sel, n_init, n_local)
 
@@ -274,6 +291,21 @@ class Ranking:
                 G=groups, l=self.l, d=self.d, l_sel=self.l_sel, num_warps=topn_warps(blocks),
                 num_stages=1,
             )  # fmt: skip
+
+
+def every_block(ranking: Ranking, seq_begin: torch.Tensor | None) -> torch.Tensor:
+    """The choice of those who choose every block they see. seq_begin: int32 [T], of a pack."""
+    out, (groups, n_sel) = ranking.out, ranking.out.shape[-2:]
+    n_rows = out.numel() // n_sel
+    if n_rows:
+        cu = ranking.at.cu
+        launch(
+            _every_block_kernel, (cdiv(n_rows, ROWS),),
+            out, out if seq_begin is None else seq_begin, out if cu is None else cu[0], n_rows,
+            ranking.longest, groups, ranking.at.sq, ranking.q_start, ranking.l_sel,
+            VARLEN=seq_begin is not None, N_SEL=n_sel, N_PAD=pow2(n_sel), ROWS=ROWS,
+        )  # fmt: skip
+    return out
 
 
 def block_select(

@@ -28,6 +28,7 @@ from nsa.kernels.prefill.marked_keys import keys_for_backward
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, tile_of_program
 from nsa.kernels.prefill.span.common import load_kv, put_dq, span_hi, span_lo, span_part, span_tiles
 from nsa.kernels.prefill.span.kinds import COMPRESSED, Span
+from nsa.kernels.prefill.sums import added_keys
 from nsa.kernels.row_tiles import head_tiles, kv_tiles, tma_usable
 from nsa.kernels.tiles import (
     LOG2E,
@@ -381,7 +382,7 @@ def span_attention_bwd(
     # Compressed keys are few and seen by thousands of queries: split the queries until the grid
     # fills the chip about eight times (causal work per tile is uneven).
     splits = 1
-    if span.mode == COMPRESSED and q.device.type == "cuda":
+    if span.mode == COMPRESSED and arch:
         wanted, filled = 8 * sm_count(q.device), at.filled_tiles(block_n) * groups
         splits = max(1, min(cdiv(wanted, filled), cdiv(at.longest, 256), 64))
     partial_dtype = q.dtype if splits == 1 else torch.float32
@@ -403,4 +404,4 @@ def span_attention_bwd(
     )  # fmt: skip
     if splits == 1:
         return dq, dk[0], dv[0]
-    return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)
+    return dq, *added_keys(dk, dv, k, v)
