@@ -30,7 +30,7 @@ from nsa.config import NSAConfig, check_blocks, check_choice, check_compression,
 from nsa.dispatch import Backend, Branch, Route
 from nsa.errors import told
 from nsa.flags import Flags
-from nsa.layouts import outside, seen_rows
+from nsa.layouts import gates_inside, seen_rows
 from nsa.log import log
 from nsa.nested import refuse_nested
 from nsa.transforms import refuse_vmap, transformable
@@ -587,13 +587,14 @@ def nsa_attention(
     route really taken}}. Raises ValueError or TypeError that names the argument.
     """
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    settled_by = None
-    if cu_seqlens is None and max_seqlen is None and not return_aux:
+    settled_by, ends = None, () if cu_seqlens is None else (cu_seqlens,)
+    # Checks of a pack go by its lengths, but for those on a GPU with max_seqlen.
+    if not return_aux and (getattr(cu_seqlens, "is_cuda", False) if max_seqlen else not ends):
         settled_by = settled.key_of(
-            tensors, flags, l, d, l_sel, n_sel, n_init, n_local, window, q_start, softmax_scale,
-            backend, differentiable=True,
+            (*tensors, *ends), flags, l, d, l_sel, n_sel, n_init, n_local, window, q_start,
+            softmax_scale, max_seqlen, backend, differentiable=True,
         )  # fmt: skip
-        if (out := settled.again(settled_by, *tensors)) is not None:
+        if (out := settled.again(settled_by, *tensors, *ends)) is not None:
             return out
     for kv, k, v in (("_cmp", k_cmp, v_cmp), ("_sel", k_sel, v_sel), ("_win", k_win, v_win)):
         _check_tensors(q, k, v, cu_seqlens, kv)
@@ -612,8 +613,8 @@ def nsa_attention(
     _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens, k_sel.shape[-3])
     _check_reach("k_sel", k_sel, q, q_start, cu_seqlens)
     _check_window(k_win, q, window, q_start, cu_seqlens)
-    if cu_seqlens is not None:  # whatever the gates of rows outside, which get 0
-        gates = gates.masked_fill(outside(cu_seqlens, q.shape[0])[:, None, None], 0)
+    if cu_seqlens is not None:
+        gates = gates_inside(gates, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
     common: dict[str, Any] = dict(
         softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, flags=flags

@@ -84,6 +84,11 @@ def outside(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.arange(tokens, device=cu_seqlens.device) >= cu_seqlens[-1]
 
 
+def gates_inside(gates: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Gates [T, HQ, 3] of a pack, with 0 for rows past the last sequence, whatever they held."""
+    return gates.masked_fill(outside(cu_seqlens, gates.shape[0])[:, None, None], 0)
+
+
 def _own_block(x: Tensor, block_size: int, cu_seqlens: Tensor | None) -> Tensor:
     """[S or T, 1, 1]: the block that holds each query of x in our layout."""
     check_int("block_size", block_size, 1)

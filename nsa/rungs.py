@@ -19,7 +19,7 @@ from nsa.blocks import cu_seqlens_compressed, num_compressed
 from nsa.cache import BranchKV
 from nsa.flags import Flags
 from nsa.kernels import fa2, sdpa  # which need no Triton
-from nsa.layouts import token_positions
+from nsa.layouts import gates_inside, token_positions
 from nsa.routes import Route
 
 Args = dict[str, Any]
@@ -283,9 +283,18 @@ def prefill_triton(args: Args, flags: Flags) -> tuple[Tensor, dict[str, Any]]:
 
 
 def prefill_again(args: Args, flags: Flags) -> Callable[..., Tensor]:
-    """What prefill_triton does with tensors like these, not packed; for settled.keep()."""
-    fused = _fused(args, flags)
-    return lambda *tensors: fused(*tensors)[0]
+    """What prefill_triton does with tensors like these, and the cu_seqlens of a pack behind them;
+    for settled.keep()."""
+    if args["cu_seqlens"] is None:
+        fused = _fused(args, flags)
+        return lambda *tensors: fused(*tensors)[0]
+
+    def of_pack(*given: Tensor) -> Tensor:
+        *tensors, gates, cu = given
+        tensors = (*tensors, gates_inside(gates, cu))
+        return prefill_triton({**args, "tensors": tensors, "cu_seqlens": cu}, flags)[0]
+
+    return of_pack
 
 
 # ---- one decode step -----------------------------------------------------------------------------

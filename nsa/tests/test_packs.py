@@ -78,6 +78,36 @@ def test_a_pack_is_each_sequence_alone(case, fixed, device):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("longest", [33, 80])
+def test_packs_like_an_earlier_one(longest, kernel_device):
+    """Of the same sizes, so that the call is one that was settled and recorded: each goes by its
+    own ends. Sequences of up to 48 tokens choose all their blocks."""
+    T, many = (
+        90,
+        (33, 9, 0, 21),
+    )
+    packs_of = [many, (1, 31, 30, 1), (7, 7, 7, 7)]
+    if longest > 48:
+        packs_of = [(0, *x[:3]) for x in packs_of] + [(2, 80, 0, 5)]
+    xs = tensors(T, T // SIZES["d"], 4, F16, kernel_device)
+    do = randn(T, 8, 16, seed=11, dtype=F16, device=kernel_device)
+    for lengths in [*packs_of, *packs_of, packs_of[0]]:
+        cu = ends_of(lengths, kernel_device)
+        if kernel_device == "cpu":  # where all there are must be seen
+            cut = slice(sum(blocks.num_compressed(n, 8, 4) for n in lengths))
+            given = [x[cut] if i in (1, 2) else x for i, x in enumerate(xs)]
+        else:
+            given = xs
+        how = dict(SIZES, cu_seqlens=cu, max_seqlen=longest, flags=TRITON["flags"])
+        results = []
+        for backend in ("triton", "reference"):
+            leaves = [x.detach().clone().requires_grad_() for x in given]
+            out = nsa.nsa_attention(*leaves, **how, backend=backend)
+            results.append([out, *torch.autograd.grad(out, leaves, do, materialize_grads=True)])
+        torch.testing.assert_close(*results, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.core
 def test_more_sequences_than_a_grid_has_room_for(kernel_device, monkeypatch):
     """They are a pack, whose grids go by tiles; with a chunk, whose queries stand behind keys. Four
     heads have a backward in one pass and one in two."""

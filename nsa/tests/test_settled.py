@@ -270,9 +270,9 @@ def test_recomputing_ends_where_the_last_tensor_is_saved(backend, kernel_device,
     instead, the first time nor when the call is settled."""
     if backend is None and kernel_device == "cpu":
         pytest.skip("PyTorch serves, where nobody asks for more")
-    q, k, v = inputs(kernel_device, S=20, Skv=20, D=16, Dv=16)
-    cmp = [x[:, :4].clone() for x in (k, v)]
-    gates = torch.rand(1, 20, 4, 3, device=kernel_device, dtype=q.dtype)
+    q, k, v = inputs(kernel_device, S=40, Skv=40, D=16, Dv=16)
+    cmp = [x[:, :9].clone() for x in (k, v)]
+    gates = torch.rand(1, 40, 4, 3, device=kernel_device, dtype=q.dtype)
     sizes = dict(l=8, d=4, l_sel=16, n_sel=2, n_init=1, n_local=1, window=8)
     for _ in range(3):
         leaves = [x.clone().requires_grad_() for x in (q, *cmp, k, v, k, v, gates)]
