@@ -291,8 +291,8 @@ def prefill_again(args: Args, flags: Flags) -> Callable[..., Tensor]:
 
     def of_pack(*given: Tensor) -> Tensor:
         *tensors, gates, cu = given
-        tensors = (*tensors, gates_inside(gates, cu))
-        return prefill_triton({**args, "tensors": tensors, "cu_seqlens": cu}, flags)[0]
+        more = dict(tensors=(*tensors, gates_inside(gates, cu)), cu_seqlens=cu)
+        return prefill_triton({**args, **more}, flags)[0]
 
     return of_pack
 
