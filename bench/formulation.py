@@ -132,9 +132,12 @@ class Reached:
         return self.ideal_us / self.us
 
 
-def why_slow(contender: Contender, now: Reached, before: Sequence[Reached]) -> str | None:
-    """Why a baseline's time is far over what it can do: its floor, and its other sizes."""
-    fused = contender.attends in ("flash", "cudnn")
+def why_slow(
+    contender: Contender, now: Reached, before: Sequence[Reached], device_time: bool
+) -> str | None:
+    """Why a baseline's time is far over what it can do: its floor, on a device of its own, and its
+    other sizes."""
+    fused = device_time and contender.attends in ("flash", "cudnn")
     if fused and now.us > LONG_US and now.share < LEAST_SHARE:
         return f"it reached {now.share:.1%} of its ceiling, where {LEAST_SHARE:.0%} is the least"
     for other in before:

@@ -384,7 +384,7 @@ def _baseline(
     if len(ideal) == bool(work.bytes_needed) + bool(work.flops) and ideal and not why:
         now = Reached(max(ideal.values()), least_us)
         before = _reached.setdefault(clock, {}).setdefault((case.bench, base.name), [])
-        why = why_slow(base, now, before)
+        why = why_slow(base, now, before, clock.device_time)
         before.append(now)
     record = recorded.baseline(case.bench, case.columns, base.name, clock.timer)
     if why := why or why_slower_than_recorded(least_us, record):
