@@ -76,9 +76,12 @@ def _prefill(
     scoring = not whole and hopper.forward_with_scores(
         q, k_cmp, v_cmp, s["l"], s["d"], s["l_sel"], cu_seqlens is not None, use_gluon
     )
-    slabs = None
+    ranking = slabs = None
+    if whole or scoring:
+        ranking = Ranking.of(
+            q, k_cmp, **s, cu_q=cu_seqlens, cu_k=cu_seqlens_cmp, max_q=max_seqlen, q_start=q_start
+        )
     if scoring:
-        ranking = Ranking.of(q, k_cmp, **s, q_start=q_start)
         slabs = ranking.slabs(*scoring.scores_tile(q.shape[-2] // k_cmp.shape[-2]))
     if pair:
         o_win = lse_win = None
@@ -87,35 +90,17 @@ def _prefill(
             cu_seqlens_cmp, q_start, win_start, slabs, heads,
         )  # fmt: skip
     else:
-        if scoring:
-            o_cmp, lse_cmp = scoring.span_attention_fwd_hopper(
-                q,
-                k_cmp,
-                v_cmp,
-                compressed,
-                softmax_scale,
-                q_start=q_start,
-                slabs=slabs,
-                heads=heads,
-            )
-        else:
-            o_cmp, lse_cmp = span_attention_fwd(
-                q, k_cmp, v_cmp, compressed, softmax_scale, cu_seqlens, cu_seqlens_cmp, q_start,
-                use_gluon,
-            )  # fmt: skip
+        o_cmp, lse_cmp = span_attention_fwd(
+            q, k_cmp, v_cmp, compressed, softmax_scale, cu_seqlens, cu_seqlens_cmp, q_start,
+            use_gluon, slabs, heads,
+        )  # fmt: skip
         o_win, lse_win = span_attention_fwd(
             q, k_win, v_win, sliding, softmax_scale, cu_seqlens, cu_seqlens, win_start, use_gluon
         )
     if scoring:
         block_indices = ranking.out
     elif whole:
-        block_indices = every_block(
-            Ranking.of(
-                q, k_cmp, **s, cu_q=cu_seqlens, cu_k=cu_seqlens_cmp, max_q=max_seqlen,
-                q_start=q_start,
-            ),
-            seq_begin,
-        )  # fmt: skip
+        block_indices = every_block(ranking, seq_begin)
     else:
         if heads * k_cmp.shape[-2] < q.shape[-2]:
             hide_heads(lse_cmp, k_cmp.shape[-2], heads)

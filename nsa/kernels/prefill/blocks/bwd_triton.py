@@ -10,6 +10,7 @@ the forward, by union tiles where they pay (union_lists.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -442,17 +443,7 @@ def block_attention_bwd(
         if dq is None:
             acc = rounded(acc, softmax_scale, q)
         return acc, *rounded_keys(out_k, out_v, k, v, softmax_scale)
-    make = torch.zeros_like if by.packed else torch.empty_like  # keys may be in no sequence
-    dk, dv = make(k), make(v)
-    rows = min(tile, 16)
-    for part, grad, width in ((out_k, dk, dim), (out_v, dv, dv_dim)):
-        launch(
-            _block_attn_bwd_sum_kernel, (lists.n_tiles, cdiv(tile, rows)),
-            part, grad, lists.tile_chunks, lists.chunk_begin, cu_arg, s_kv, groups, lists.per_seq,
-            DIM=width, BLOCK_DIM=dot_size(width), BLOCK_N=tile, CHUNK=lists.size, ROWS=rows,
-            VARLEN=by.packed,
-        )  # fmt: skip
-    return dq, dk, dv
+    return dq, *_summed_parts((out_k, out_v), (k, v), lists, cu_arg, s_kv, tile, by.packed)
 
 
 def _partial_rows(x: torch.Tensor, lists: TileRows, tile: int) -> torch.Tensor:
@@ -463,6 +454,24 @@ def _partial_rows(x: torch.Tensor, lists: TileRows, tile: int) -> torch.Tensor:
         more + x.shape[:-1].numel(), x.shape[-1], dtype=torch.float32, device=x.device
     )
     return rows[more:]
+
+
+def _summed_parts(
+    parts: tuple[torch.Tensor, torch.Tensor], like: tuple[torch.Tensor, torch.Tensor],
+    lists: TileRows, cu_arg: torch.Tensor, s_kv: int, tile: int, packed: bool,
+) -> Iterator[torch.Tensor]:  # fmt: skip
+    """dK and dV, like k and v, of _partial_rows."""
+    make = torch.zeros_like if packed else torch.empty_like  # keys may be in no sequence
+    rows = min(tile, 16)
+    for part, x in zip(parts, like, strict=True):
+        (groups, width), grad = x.shape[-2:], make(x)
+        launch(
+            _block_attn_bwd_sum_kernel, (lists.n_tiles, cdiv(tile, rows)),
+            part, grad, lists.tile_chunks, lists.chunk_begin, cu_arg, s_kv, groups, lists.per_seq,
+            DIM=width, BLOCK_DIM=dot_size(width), BLOCK_N=tile, CHUNK=lists.size, ROWS=rows,
+            VARLEN=packed,
+        )  # fmt: skip
+        yield grad
 
 
 def _dq_by_rows(given: Given, dq: torch.Tensor | None, signed: bool) -> torch.Tensor:

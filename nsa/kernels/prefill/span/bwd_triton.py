@@ -319,6 +319,18 @@ def one_pass(
     return in_gluon and in_gluon.span_attention_bwd_hopper
 
 
+def _query_splits(
+    span: Span, at: Rows, groups: int, block_n: int, device: torch.device
+) -> int:  # fmt: skip
+    """Programs that share the queries of a tile of keys. Compressed keys are few and seen by
+    thousands of queries: these are split until the grid fills the chip about eight times (causal
+    work per tile is uneven)."""
+    if span.mode != COMPRESSED or not arch_of(device):
+        return 1
+    wanted, filled = 8 * sm_count(device), at.filled_tiles(block_n) * groups
+    return max(1, min(cdiv(wanted, filled), cdiv(at.longest, 256), 64))
+
+
 def span_attention_bwd(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, span: Span, softmax_scale: float, cu_q: torch.Tensor | None = None,
@@ -379,12 +391,7 @@ def span_attention_bwd(
 
     rows, block_n, warps, stages = dkdv_tiles(arch, dim, dv_dim, q.element_size())
     block_q = max(rows // heads_padded, 1)
-    # Compressed keys are few and seen by thousands of queries: split the queries until the grid
-    # fills the chip about eight times (causal work per tile is uneven).
-    splits = 1
-    if span.mode == COMPRESSED and arch:
-        wanted, filled = 8 * sm_count(q.device), at.filled_tiles(block_n) * groups
-        splits = max(1, min(cdiv(wanted, filled), cdiv(at.longest, 256), 64))
+    splits = _query_splits(span, at, groups, block_n, q.device)
     partial_dtype = q.dtype if splits == 1 else torch.float32
     make = torch.zeros if at.cu else torch.empty  # of keys of no sequence no program thinks
     dk, dv = (make((splits, *x.shape), dtype=partial_dtype, device=x.device) for x in (k, v))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +25,9 @@ from nsa.kernels.tiles import (
     head_constants,
     pow2,
 )
+
+if TYPE_CHECKING:
+    from nsa.kernels.prefill.choice.score_topn_triton import Slab
 
 
 @triton.jit
@@ -128,18 +134,21 @@ def fwd_tiles(arch: int, d: int, dv: int, itemsize: int) -> tuple[int, int, int,
 def span_attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, softmax_scale: float,
     cu_q: torch.Tensor | None = None, cu_k: torch.Tensor | None = None, q_start: int = 0,
-    use_gluon: bool | None = None,
+    use_gluon: bool | None = None, slabs: Iterable[Slab] | None = None, scoring_heads: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out [.., HQ, Dv] in q.dtype and natural-log lse [.., HQ] fp32, for contiguous inputs.
 
     Dense: q [B, S, HQ, D], k [B, N, G, D]. Packed: q [T, HQ, D], k [N_total, G, D] with cu_q and
     cu_k int32 [n_seq + 1]; rows of q past the last sequence see no key. q_start: key position of
-    query 0. use_gluon: see hopper.py.
+    query 0. use_gluon: see hopper.py. slabs: where hopper.forward_with_scores serves, for the
+    scores by so many heads of a group.
     """
     check_heads(q, k, v)
     in_gluon = hopper.forward(q, k, v, use_gluon)
     if in_gluon:
-        return in_gluon.span_attention_fwd_hopper(q, k, v, span, softmax_scale, cu_q, cu_k, q_start)
+        return in_gluon.span_attention_fwd_hopper(
+            q, k, v, span, softmax_scale, cu_q, cu_k, q_start, slabs, scoring_heads
+        )
     hq, dim = q.shape[-2:]
     groups, dv = v.shape[-2:]
     heads = hq // groups
