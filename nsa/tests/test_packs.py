@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import Flags, blocks, launches
+from nsa import Flags, blocks, launches, rungs
 from nsa.compress import mean_pool
 from nsa.kernels import prefill
 from nsa.kernels.prefill import hopper, packs
@@ -79,32 +79,36 @@ def test_a_pack_is_each_sequence_alone(case, fixed, device):
 
 @pytest.mark.core
 @pytest.mark.parametrize("longest", [33, 80])
-def test_packs_like_an_earlier_one(longest, kernel_device):
+def test_packs_like_an_earlier_one(longest, cuda):
     """Of the same sizes, so that the call is one that was settled and recorded: each goes by its
     own ends. Sequences of up to 48 tokens choose all their blocks."""
-    T, many = (
-        90,
-        (33, 9, 0, 21),
-    )
-    packs_of = [many, (1, 31, 30, 1), (7, 7, 7, 7)]
+    packs_of = [(33, 9, 0, 21), (1, 31, 30, 1), (7, 7, 7, 7)]
     if longest > 48:
         packs_of = [(0, *x[:3]) for x in packs_of] + [(2, 80, 0, 5)]
-    xs = tensors(T, T // SIZES["d"], 4, F16, kernel_device)
-    do = randn(T, 8, 16, seed=11, dtype=F16, device=kernel_device)
+    xs = tensors(90, 90 // SIZES["d"], 4, F16, cuda)
+    do = randn(90, 8, 16, seed=11, dtype=F16, device=cuda)
     for lengths in [*packs_of, *packs_of, packs_of[0]]:
-        cu = ends_of(lengths, kernel_device)
-        if kernel_device == "cpu":  # where all there are must be seen
-            cut = slice(sum(blocks.num_compressed(n, 8, 4) for n in lengths))
-            given = [x[cut] if i in (1, 2) else x for i, x in enumerate(xs)]
-        else:
-            given = xs
-        how = dict(SIZES, cu_seqlens=cu, max_seqlen=longest, flags=TRITON["flags"])
+        how = dict(cu_seqlens=ends_of(lengths, cuda), max_seqlen=longest, flags=TRITON["flags"])
         results = []
         for backend in ("triton", "reference"):
-            leaves = [x.detach().clone().requires_grad_() for x in given]
-            out = nsa.nsa_attention(*leaves, **how, backend=backend)
+            leaves = [x.detach().clone().requires_grad_() for x in xs]
+            out = nsa.nsa_attention(*leaves, **SIZES, **how, backend=backend)
             results.append([out, *torch.autograd.grad(out, leaves, do, materialize_grads=True)])
         torch.testing.assert_close(*results, rtol=1e-2, atol=1e-2)
+
+
+def test_what_serves_a_settled_pack_goes_by_its_own_ends(kernel_device):
+    *xs, gates = tensors(40, 6, 4, F16, kernel_device)
+    args = dict(
+        tensors=(*xs, gates), sizes=SIZES, cu_seqlens=ends_of((9, 30), kernel_device),
+        max_seqlen=30, q_start=0, softmax_scale=0.25,
+    )  # fmt: skip
+    again, cu = rungs.prefill_again(args, TRITON["flags"]), ends_of((16, 16), kernel_device)
+    gates[32:] = math.nan
+    want = nsa.nsa_attention(
+        *xs, gates, **SIZES, **TRITON, softmax_scale=0.25, cu_seqlens=cu, max_seqlen=30
+    )
+    assert torch.equal(again(*xs, gates, cu), want) and not want[32:].any()
 
 
 @pytest.mark.core

@@ -15,7 +15,7 @@ from nsa.kernels.prefill.blocks.bwd_triton import block_attention_bwd
 from nsa.kernels.prefill.blocks.fwd_triton import block_attention_fwd
 from nsa.kernels.prefill.combine import combine_bwd
 from nsa.kernels.prefill.delta import attention_delta
-from nsa.kernels.prefill.sums import HalfSums
+from nsa.kernels.prefill.sums import HalfSums, added_keys
 from nsa.tests.cases import BF16, F16, F32, Inputs, Shape
 from nsa.tests.helpers import randn
 from nsa.tests.test_prefill_kernels import operator_of
@@ -123,6 +123,15 @@ def test_rounded_halves_stay_where_they_are(rows, d, both, kernel_device):
     assert got.dtype == BF16 and got.shape == like.shape
     assert got.data_ptr() == half.data_ptr()
     torch.testing.assert_close(got.float(), want * 0.3, rtol=8e-3, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+def test_parts_of_gradients_of_keys_are_added(dtype, kernel_device):
+    """More numbers than a program takes, in more of dK than of dV; each is rounded once."""
+    parts = [randn(3, 1, 41, 2, D, seed=D, dtype=F32, device=kernel_device) for D in (40, 16)]
+    like = [x[0].to(dtype) for x in parts]
+    for got, x in zip(added_keys(*parts, *like), parts, strict=True):
+        assert torch.equal(got, (x[0] + x[1] + x[2]).to(dtype))
 
 
 def test_reach_is_the_size_of_the_gate_times_the_sum_of_magnitudes(kernel_device):
