@@ -1,4 +1,4 @@
-"""Numbers of docs/performance.md are those of the rows that it names."""
+"""Numbers of docs/performance.md and README.md are those of the rows that they name."""
 
 from __future__ import annotations
 
@@ -101,3 +101,28 @@ def test_numbers_beside_others_are_of_rows(direction, names):
         }, (line, [(r["ms"], r["base_ms"], r["speedup"]) for r in mine])  # fmt: skip
         checked += 1
     assert checked >= 5
+
+
+def test_numbers_of_the_readme_are_of_rows():
+    """The paper's sizes: NSA, dense attention and their ratio; decode steps as graphs."""
+    rows = rows_of(["2026-11-27-h200/prefill_sharing-b89294a"])
+    decode = rows_of(["2026-11-25-h200/decode_serving-151e6a4"])
+    known = {
+        (r["direction"], int(r["S"]) // 1024): (r["ms"], r["dense_ms"], r["speedup"])
+        for r in rows
+        if r["op"] == "full" and r["dense_ms"]
+    } | {
+        (r["B"], int(r["S"]) // 1024): (r["ms_graph"], r["graph_base_ms"], r["graph_speedup"])
+        for r in decode
+    }
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "b89294a (decode 151e6a4)" in " ".join(readme.split())
+    table = re.findall(
+        r"^\| (forward|backward|decode step, (\d+)).*?(\d+)k.*?\|(.*)\|$", readme, re.M
+    )
+    assert len(table) == 6
+    for what, batch, k, told in table:
+        key = (batch or {"forward": "fwd", "backward": "bwd"}[what], int(k))
+        for number, exact in zip(told.split("|"), known[key], strict=True):
+            number = number.strip()
+            assert number == f"{float(exact):.{len(number.partition('.')[2])}f}", (what, k)
