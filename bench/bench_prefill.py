@@ -92,7 +92,8 @@ BACKWARD_KERNELS = {
 
 
 def kernels_of(op: str, direction: str, shape: Shape, longest: int) -> tuple[str, ...]:
-    """What a call must launch. longest: tokens of a sequence, of which a query may choose all."""
+    """Return the kernels that a call must launch. longest: tokens of its longest sequence; where
+    queries choose all blocks of it, selection is dense attention."""
     if op == "full" and longest <= shape.n_sel * shape.l_sel:
         op = "full, all blocks"
     ways = {"fwd": KERNELS, "bwd": BACKWARD_KERNELS}

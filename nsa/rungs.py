@@ -283,8 +283,8 @@ def prefill_triton(args: Args, flags: Flags) -> tuple[Tensor, dict[str, Any]]:
 
 
 def prefill_again(args: Args, flags: Flags) -> Callable[..., Tensor]:
-    """What prefill_triton does with tensors like these, and the cu_seqlens of a pack behind them;
-    for settled.keep()."""
+    """Return a call of the fused operator for tensors like these, with the cu_seqlens of a pack
+    behind them; for settled.keep()."""
     if args["cu_seqlens"] is None:
         fused = _fused(args, flags)
         return lambda *tensors: fused(*tensors)[0]

@@ -45,7 +45,9 @@ from nsa.kernels.prefill import limits
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
 SPILLED = 336  # bytes of stack from which a kernel is listed; the slowest kept tile has as many
-LONG = 2304  # keys from which the kernels for long sequences serve
+# Keys from which the kernels for long sequences serve: more than queries choose, also of 16 blocks
+# of 128, so that selection goes by blocks.
+LONG = 2304
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 

@@ -80,7 +80,7 @@ def test_a_pack_is_each_sequence_alone(case, fixed, device):
 @pytest.mark.core
 @pytest.mark.parametrize("longest", [33, 80])
 def test_packs_like_an_earlier_one(longest, cuda):
-    """Of the same sizes, so that the call is one that was settled and recorded: each goes by its
+    """Packs of the same sizes are one call to what was settled and recorded; each must go by its
     own ends. Sequences of up to 48 tokens choose all their blocks."""
     packs_of = [(33, 9, 0, 21), (1, 31, 30, 1), (7, 7, 7, 7)]
     if longest > 48:

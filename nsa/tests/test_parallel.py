@@ -600,7 +600,7 @@ def _run_triton(rank: int, world: int, device: str) -> None:
     pool = lambda t: mean_pool(t, sizes["l"], sizes["d"])
     flags = Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
     routes, counts = _check_chunks(full, pool, pool, F16, backend="triton", flags=flags, **sizes)
-    # Of both chunks; queries of small first ones choose all blocks, which is dense attention.
+    # Both chunks launch these, but that a small first one has dense attention for selection.
     for kernel, least in (("_block_attn_fwd_*", 1 + gpu), ("_span_bwd_*", 2)):
         assert sum(n for name, n in counts.items() if fnmatch(name, kernel)) >= least, counts
     assert set(routes.values()) == {"triton"}

@@ -38,8 +38,8 @@ def _sizes(sizes: list[int]) -> dict[str, int]:
 def _whole(
     s: dict[str, int], q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, q_start: int
 ) -> Span | None:
-    """What selection is where every query has so few blocks that it chooses all of them: dense
-    attention, as a window that leaves nothing out. None elsewhere."""
+    """Return a window that leaves nothing out where every query has so few blocks that it chooses
+    all of them: selection is dense attention there. None elsewhere."""
     longest = q.shape[1] if cu_seqlens is None else min(max_seqlen, q.shape[0])
     room = s["n_sel"] * s["l_sel"]
     return Span(SLIDING, room) if q_start + longest <= room else None

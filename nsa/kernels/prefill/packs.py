@@ -166,19 +166,17 @@ class Rows:
 
 
 @triton.jit
-def _token_sequences_kernel(
-    CU, SEQUENCES, BEGINS, tokens, n_seq, steps, SIZE: tl.constexpr
-):  # fmt: skip
+def _token_sequences_kernel(CU, SEQUENCES, BEGINS, tokens, n_seq, steps, SIZE: tl.constexpr):
     token = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     live = token < tokens
     sequence = tl.zeros([SIZE], tl.int32)
     end = sequence + n_seq  # where the search ends: rows of no sequence
     for _ in range(steps):
         middle = (sequence + end) // 2
-        open_ = sequence < end
-        past = open_ & (tl.load(CU + middle + 1, mask=live & open_, other=0) <= token)
+        searching = sequence < end
+        past = searching & (tl.load(CU + middle + 1, mask=live & searching, other=0) <= token)
         sequence = tl.where(past, middle + 1, sequence)
-        end = tl.where(past, end, tl.where(open_, middle, end))
+        end = tl.where(past, end, tl.where(searching, middle, end))
     tl.store(SEQUENCES + token, sequence, mask=live)
     tl.store(BEGINS + token, tl.load(CU + sequence, mask=live, other=0), mask=live)
 

@@ -319,9 +319,7 @@ def one_pass(
     return in_gluon and in_gluon.span_attention_bwd_hopper
 
 
-def _query_splits(
-    span: Span, at: Rows, groups: int, block_n: int, device: torch.device
-) -> int:  # fmt: skip
+def _query_splits(span: Span, at: Rows, groups: int, block_n: int, device: torch.device) -> int:
     """Programs that share the queries of a tile of keys. Compressed keys are few and seen by
     thousands of queries: these are split until the grid fills the chip about eight times (causal
     work per tile is uneven)."""
