@@ -230,7 +230,11 @@ def rounded_keys(
 def added_keys(
     dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous fp32 parts of dK and dV [parts, ..] added up, in the dtypes of k and v."""
+    """Contiguous fp32 parts of dK and dV [parts, ..] added up, in the dtypes of k and v.
+
+    By a kernel of its own: with a loop over parts _round_keys_kernel takes 163 registers on SM 9.0
+    instead of 96, of one part too.
+    """
     to, to_v = torch.empty_like(k), torch.empty_like(v)
     numbers = k.numel(), v.numel()
     launch(
