@@ -27,12 +27,17 @@ PARTS = {"compressed": "cmp", "choice": "select", "selected": "sel", "selection"
          "window": "win", "all": "full"}  # fmt: skip
 
 
+def tables(heading: str) -> list[list[list[str]]]:
+    """The tables below a heading of the page: their lines, each a list of cells."""
+    text = re.split(r"\n##", PAGE.split(f"# {heading}\n")[1])[0]
+    found = re.findall(r"(?:^\|.*\n)+", text, re.M)
+    cut = lambda line: [cell.strip() for cell in line.strip()[1:-1].split("|")]
+    return [[cut(line) for line in table.splitlines()] for table in found]
+
+
 def cells(section: str) -> Iterator[tuple[str, int, str, str]]:
     """(head of the row, length, direction, cell) of a section's tables in milliseconds."""
-    text = PAGE.split(f"### {section}\n")[1].split("\n### ")[0]
-    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
-        lines = [line.strip()[1:-1].split("|") for line in table.splitlines()]
-        head, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    for head, _, *rows in tables(section):
         for row in rows:
             for name, cell in zip(head, row, strict=True):
                 if found := COLUMN.match(name):
@@ -85,11 +90,10 @@ def test_cells_are_of_the_rows_that_the_page_names(section):
 def test_numbers_beside_others_are_of_rows(direction, names):
     """Times and ratios of NSA and of sfnsa, which took turns."""
     rows = [r for r in rows_of(names) if (r["against"], r["direction"]) == ("sfnsa", direction)]
-    text = PAGE.split("### Beside others")[1].split("\n### ")[0]
-    table = re.findall(r"(?:^\|.*\n)+", text, re.M)[direction == "fwd+bwd"]
+    table = tables("Beside others, in one run")[direction == "fwd+bwd"]
     checked = 0
-    for line in table.splitlines()[2:]:
-        shape, ours, theirs = [cell.strip() for cell in line[1:-1].split("|")][:3]
+    for line in table[2:]:
+        shape, ours, theirs = line[:3]
         if ours == "-":
             continue
         HQ, G, k = re.match(r"HQ(\d+) G(\d+) (\d+)k", shape).groups()
@@ -101,6 +105,74 @@ def test_numbers_beside_others_are_of_rows(direction, names):
         }, (line, [(r["ms"], r["base_ms"], r["speedup"]) for r in mine])  # fmt: skip
         checked += 1
     assert checked >= 5
+
+
+def written(exact: str, told: str, times: float = 1.0) -> str:
+    """`exact` times `times` with the digits of `told`."""
+    return f"{float(exact) * times:.{len(told.partition('.')[2])}f}"
+
+
+@pytest.mark.parametrize("heading, number, name, columns", [
+    ("Decode", 0, "decode_serving-66a1788", {1: "ms_graph"}),
+    ("The layer's step", 1, "decode_serving-151e6a4",
+     {1: "ms_module_graph", 2: "ms_module_eager", 3: "ms_module_eager_wall"}),
+    ("The layer's step", 2, "decode_serving-66a1788",
+     {1: "ms_module_graph", 2: "ms_module_eager", 3: "ms_module_eager_wall"}),
+])  # fmt: skip
+def test_numbers_of_decode_steps_are_of_rows(heading, number, name, columns):
+    """Microseconds of steps by graph, of the layer's, and dense attention beside them."""
+    rows = {(r["B"], int(r["S"]) // 1024): r for r in rows_of([f"2026-11-25-h200/{name}"])}
+    table = tables(heading)[number][2:]
+    assert len(table) == 6
+    for line in table:
+        batch, k = re.match(r"(\d+), (\d+)k$", line[0]).groups()
+        row = rows[batch, int(k)]
+        for column, key in columns.items():
+            assert line[column] == written(row[key], line[column], 1e3), (line, key)
+        if heading == "Decode":
+            dense, ratio = re.match(r"(\S+) \((.+)x\)$", line[3]).groups()
+            assert dense == written(row["graph_base_ms"], dense, 1e3)
+            assert ratio == written(row["graph_speedup"], ratio)
+        else:
+            above = float(row["ms_module_eager_wall"]) - float(row["ms_module_graph"])
+            assert line[4] == f"{above * 1e3:.0f}", line
+
+
+@pytest.mark.parametrize("card", ["H200", "H100"])
+def test_numbers_of_steps_over_fp8_are_of_rows(card):
+    """Microseconds of both dtypes of the cache, and their ratio."""
+    rows = rows_of([f"2026-11-26-{card.lower()}/decode_fp8-4e55a09"])
+    exact = {
+        r["kv_cache_dtype"]: float(r["ms_total"]) * 1e3
+        for r in rows
+        if (r["B"], r["S"]) == ("64", "32768")
+    }
+    bf16, fp8 = exact["auto"], exact["fp8_e4m3"]
+    (line,) = [line for line in tables("FP8 caches")[0] if line[0] == card]
+    assert line[1:4] == [f"{bf16:.1f}", f"{fp8:.1f}", f"{bf16 / fp8:.2f}x"]
+
+
+@pytest.mark.parametrize("number, name", [
+    (0, "2026-11-26-h200/generate-d2f03a3"), (1, "2026-11-27-h200/generate_vllm-173c216"),
+])  # fmt: skip
+def test_numbers_of_generated_text_are_of_rows(number, name):
+    """First token, step and tokens per second."""
+    rows = rows_of([name])
+    found = {
+        (f"{float(r['prefill_s']) * 1e3:.0f}", f"{float(r['ms_per_step']):.2f}",
+         f"{float(r['tokens_per_s']):.0f}"): r for r in rows
+    }  # fmt: skip
+    table = tables("Generating text")[number][2:]
+    assert len(table) >= 4
+    for what, cache, *told in table:
+        row = found[tuple(told[:3])]
+        assert (row["cache"] == "auto") == (cache == "bf16"), what
+        if number:
+            assert (row["B"], row["status"]) == (what, told[3])
+        else:
+            who, _, attention = row["who"].partition(", ")
+            assert who in what.lower() and attention in what
+            assert (row["how"] == "graph") == ("graph" in what)
 
 
 def test_numbers_of_the_readme_are_of_rows():
