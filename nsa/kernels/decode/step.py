@@ -6,12 +6,13 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from nsa.blocks import num_compressed
 from nsa.checks import MOST_STEP_ROWS, needs_grad, scale_of
 from nsa.config import check_choice
 from nsa.kernels.decode import cluster
@@ -165,34 +166,36 @@ class StepPlan:
 _no_team: set[torch.device] = set()  # on which a team did not fit
 
 
+def _scan_block(p: StepProblem, rows: int) -> int:
+    """Keys of a tile of the scan. Raises NotImplementedError where no tile fits."""
+    size, arch, widest = p.dtype.itemsize, arch_of(p.device), max(p.dim, p.dv)
+    most = 384 // size  # beside more than 64 rows
+    if small_shared(arch) and rows > 64 and widest > most:
+        raise NotImplementedError(
+            f"q: T * heads per group must be <= 64 for head sizes above {most} on sm_{arch}, got "
+            f"{p.tokens * p.hq // p.groups}"
+        )
+    tiles = p.batch * p.groups * cdiv(num_compressed(p.max_len, p.l, p.d), 64)
+    if tiles >= MANY_TILES * _sms(p) and large_tiles(size, p.dim, p.dv, rows):
+        return 128
+    least, ratio = 8 if p.device.type == "cuda" else 2, p.l_sel // p.d
+    return max(scan_tile(arch, size, p.dim, p.dv, rows), least * ratio)
+
+
+def _sms(p: StepProblem) -> int:
+    return sm_count(p.device) if p.device.type == "cuda" else 8
+
+
 # Cached: in eager mode this arithmetic would take as long as two launches.
 @functools.lru_cache(maxsize=1024)
 def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
     check_choice(p.n_sel, p.n_init, p.n_local)
-    heads = p.hq // p.groups
-    block_dv = dot_size(p.dv)
-    ratio = p.l_sel // p.d
-    interpret = p.device.type != "cuda"
-    fp32 = p.dtype == torch.float32
-    rows = dot_size(p.tokens * heads)
-    arch = arch_of(p.device)
-    widest = 384 // p.dtype.itemsize  # beside more than 64 rows
-    if small_shared(arch) and rows > 64 and max(p.dim, p.dv) > widest:
-        raise NotImplementedError(
-            f"q: T * heads per group must be <= 64 for head sizes above {widest} on sm_{arch}, got "
-            f"{p.tokens * heads}"
-        )
-    block_n = scan_tile(arch, p.dtype.itemsize, p.dim, p.dv, rows)
-    block_n = max(block_n, (2 if interpret else 8) * ratio)
-    heads_padded = dot_size(heads)
-    wide_output = heads_padded * max(p.dim, p.dv)
-    n_cmp = max((p.max_len - p.l) // p.d + 1, 0) if p.max_len >= p.l else 0
-    programs, sms = p.batch * p.groups, sm_count(p.device) if p.device.type == "cuda" else 8
-    many = programs * cdiv(n_cmp, 64) >= MANY_TILES * sms
-    if many and large_tiles(p.dtype.itemsize, p.dim, p.dv, rows):
-        block_n = 128
-    nb = block_n // ratio
-    n_tiles = max(cdiv(n_cmp, block_n), 1)
+    arch, sms, programs = arch_of(p.device), _sms(p), p.batch * p.groups
+    rows, heads = dot_size(p.tokens * (p.hq // p.groups)), dot_size(p.hq // p.groups)
+    wide_output = heads * max(p.dim, p.dv)
+    block_n = _scan_block(p, rows)
+    nb = block_n // (p.l_sel // p.d)
+    n_tiles = max(cdiv(num_compressed(p.max_len, p.l, p.d), block_n), 1)
     splits_cmp, splits_win = scan_splits(
         n_tiles, cdiv(p.window + p.tokens - 1, block_n), SCAN_PER_SM * sms // programs
     )
@@ -215,6 +218,7 @@ def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
         and cdiv(p.max_len, p.l_sel) <= TEAM_BLOCKS and not small_shared(arch) and block_n <= 64
         and large_tiles(p.dtype.itemsize, p.dim, p.dv, rows)
     )  # fmt: skip
+    team = max(splits_cmp + splits_win, min(max(splits_sel, p.hq // p.groups) * p.tokens, room))
     # What the merge adds lets fewer programs run at a time: H200, 128 sequences of 8k, 168 us as a
     # launch of its own and 181 without. Where all do nevertheless, 64 of 8k, 102.5 and 97.5. Many
     # wide heads do not fit, and splits of the scan are merged one after another.
@@ -224,57 +228,70 @@ def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
     )  # fmt: skip
     partials = programs * (splits_cmp + splits_win) * rows
     tiles = programs * rows * n_tiles
-    parts = 0 if merged else programs * p.tokens * splits_sel * heads_padded
+    parts = 0 if merged else programs * p.tokens * splits_sel * heads
     candidates = 0 if choice["SINGLE"] else programs * p.tokens * chunks * choice["N_PAD"]
     floats = [cdiv(n, 4) * 4 for n in (  # every buffer begins at 16 bytes
               partials * p.dv, partials, partials, tiles * nb, tiles, tiles, parts * p.dv, parts,
               parts, candidates, candidates)]  # fmt: skip
-    win_page = 0 if p.ring else p.page
-    dims = head_constants(p.dim, p.dv, p.dtype)
-    padded = [pow2(splits) for splits in (splits_cmp, splits_win, splits_sel)]
-    splits = dict(zip(("SPLITS_CMP", "SPLITS_WIN", "SPLITS_SEL"), padded, strict=True))
-    choosing = dict(
-        ROWS=rows, HEADS=heads_padded, SPLITS=padded[0], TILE_N=block_n, NB=nb,
-        CHUNK=choice["CHUNK"], N_SEL=p.n_sel, N_PAD=choice["N_PAD"], N_INIT=p.n_init,
-        N_LOCAL=p.n_local,
-    )  # fmt: skip
-    selected = dict(
-        BLOCK_N=min(block_n, 64, dot_size(p.l_sel)), SINGLE=choice["SINGLE"], N=choice["N"],
-        RANKED=choice["RANKED"],
-    )  # fmt: skip
     # Where programs leave much of the GPU idle, those of a launch begin while the one before it
     # ends. Not those of the candidates, which would take places and time from the scan.
     early = (
         arch >= 90 and branch is None and programs <= EARLY_PROGRAMS and choice["N"] <= CANDIDATES
     )
-    ahead = {"launch_pdl": True} if early else {}
-    # The choice takes many warps for a few programs, which end one soon; with many programs what
-    # each warp does again counts (addresses, barriers).
-    ranked, few = choice["CHUNK"] * nb, programs * p.tokens * chunks <= 2 * sms
-    team = max(splits_cmp + splits_win, min(max(splits_sel, heads) * p.tokens, room))
     return StepPlan(
         splits_cmp=splits_cmp, splits_win=splits_win, splits_sel=splits_sel, share=share,
-        n_tiles=n_tiles, chunks=chunks,
-        candidates=not choice["SINGLE"], merged=merged, team=team if together else 0,
-        floats=floats, offsets=[4 * n for n in itertools.accumulate(floats[:-1], initial=0)],
+        n_tiles=n_tiles, chunks=chunks, candidates=not choice["SINGLE"], merged=merged,
+        team=team if together else 0, floats=floats,
+        offsets=[4 * n for n in itertools.accumulate(floats[:-1], initial=0)],
+        **_constants(
+            p, rows, heads, block_n, nb, [pow2(n) for n in (splits_cmp, splits_win, splits_sel)],
+            choice, early, branch is None, merged, programs * p.tokens * chunks <= 2 * sms,
+        ),
+    )  # fmt: skip
+
+
+def _constants(
+    p: StepProblem, rows: int, heads: int, block_n: int, nb: int, padded: list[int],
+    choice: dict[str, Any], early: bool, choose: bool, merged: bool, few: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The constants of a StepPlan's kernels, by field. padded: powers of two that hold the splits
+    of compressed keys, window and selected blocks; few: so few programs choose blocks."""
+    dims = head_constants(p.dim, p.dv, p.dtype)
+    wide_output, block_dv = heads * max(p.dim, p.dv), dot_size(p.dv)
+    interpret = p.device.type != "cuda"
+    pool = tl.float32 if p.dtype == torch.float32 else tl.float16
+    splits = dict(zip(("SPLITS_CMP", "SPLITS_WIN", "SPLITS_SEL"), padded, strict=True))
+    ahead = {"launch_pdl": True} if early else {}
+    choosing = dict(
+        ROWS=rows, HEADS=heads, TILE_N=block_n, NB=nb, CHUNK=choice["CHUNK"], N_SEL=p.n_sel,
+        N_PAD=choice["N_PAD"], N_INIT=p.n_init, N_LOCAL=p.n_local,
+    )  # fmt: skip
+    selected = dict(
+        BLOCK_N=min(block_n, 64, dot_size(p.l_sel)), SINGLE=choice["SINGLE"], N=choice["N"],
+        RANKED=choice["RANKED"],
+    )  # fmt: skip
+    # The choice takes many warps for a few programs, which end one soon; with many programs what
+    # each warp does again counts (addresses, barriers).
+    ranked = choice["CHUNK"] * nb
+    return dict(
         scan=dict(
-            ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=tl.float32 if fp32 else tl.float16,
-            PAGE=win_page, RING=p.ring, CMP_PAGE=p.cmp_page, APART=p.tokens > 1,
+            ROWS=rows, BLOCK_N=block_n, NB=nb, POOL_DTYPE=pool, PAGE=0 if p.ring else p.page,
+            RING=p.ring, CMP_PAGE=p.cmp_page, APART=p.tokens > 1,
             num_warps=8 if rows > 32 else 4,  # of which 4 have no registers for so many wide rows
             num_stages=2, EARLY=early, **dims,
         ),
         choice=dict(
             num_warps=max(ranked // 16, 4) if few else max(ranked // 64, 1), num_stages=1,
-            EARLY=early, **choosing,
+            EARLY=early, SPLITS=padded[0], **choosing,
         ),
         selected=dict(
-            PAGE=p.page, CHOOSE=branch is None, MERGE=merged, EARLY=early, num_stages=2,
+            PAGE=p.page, CHOOSE=choose, MERGE=merged, EARLY=early, num_stages=2,
             # Neither the candidates nor the output of many wide heads fit the registers of 4.
             num_warps=4 if choice["N"] <= 1024 and wide_output <= 1 << 14 else 8,
-            **selected, **choosing, **dims, **ahead,
+            SPLITS=padded[0], **selected, **choosing, **dims, **ahead,
         ),
         merge=dict(
-            DV=p.dv, ROWS=rows, HEADS=heads_padded, BLOCK_DV=block_dv,
+            DV=p.dv, ROWS=rows, HEADS=heads, BLOCK_DV=block_dv,
             # The fewest warps whose registers hold the partial outputs are the fastest: on an
             # H200 16 sequences of 64k take 3 us with one warp and 8 with four.
             num_warps=pow2(cdiv(sum(padded) * block_dv, 32 * 176)), EARLY=early, **splits, **ahead,
@@ -284,7 +301,7 @@ def _plan(p: StepProblem, branch: str | None, alone: bool = False) -> StepPlan:
             PHASE=phase, PAGE=p.page, RING=p.ring, POOL_DTYPE=tl.float16, APART=p.tokens > 1,
             num_warps=4, num_stages=2, **splits,
             **{"launch_cooperative_grid": True} if not interpret else {},
-            **{n: x for n, x in choosing.items() if n != "SPLITS"}, **selected, **dims,
+            **choosing, **selected, **dims,
         ) for phase in ((0, 1, 2, 3) if interpret else (-1,))),
     )  # fmt: skip
 
@@ -294,6 +311,110 @@ def _int32(x: Tensor) -> Tensor:
     if x.dtype is torch.int32 and x.is_contiguous():
         return x
     return x.to(torch.int32).contiguous()
+
+
+class _Step(NamedTuple):
+    """What the launches of one step share. tensors: in the order in which _run() names them;
+    lengths: of the page table and of the three caches."""
+
+    problem: StepProblem
+    branch: str | None
+    tensors: tuple[Tensor, ...]
+    counters: Tensor | None
+    lengths: tuple[int, int, int, int]
+    scale_log2: float
+
+
+def _run(step: _Step, plan: StepPlan, go: Callable[..., None]) -> None:
+    """Launch what `plan` says through `go`, launch_planned() or prepare_planned()."""
+    p, branch, tensors, counters, lengths, scale_log2 = step
+    table_len, cmp_rows, sel_rows, win_rows = lengths
+    groups, heads, tokens, l, d, l_sel = p.groups, p.hq // p.groups, p.tokens, p.l, p.d, p.l_sel
+    splits_cmp, splits_sel, chunks = plan.splits_cmp, plan.splits_sel, plan.chunks
+    splits_all, n_tiles = plan.splits_cmp + plan.splits_win, plan.n_tiles
+    programs = p.batch * groups
+    compiled, addresses = by_layout(plan.compiled, lengths, tensors)
+    if plan.team and plan.whole[0]["PHASE"] == -1 and not compiled:
+        # For a graph, whose capture is no time to compile.
+        _run(step, _plan(p, branch), prepare_planned)
+    scratch = torch.empty(plan.size, dtype=torch.float32, device=p.device)
+    known = len(compiled) == len(plan.kernels)
+    Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, INDICES, OUT, K_DESCALE, V_DESCALE = (
+        addresses if known else tensors
+    )
+    (scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l, keys, blocks) = (
+        plan.buffers(scratch, LENS, known)
+    )
+    if plan.team:
+        for constants in plan.whole:
+            go(
+                _decode_team_kernel, (plan.team, programs, 1),
+                (Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, K_DESCALE, V_DESCALE, INDICES,
+                 OUT, counters, scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m,
+                 sel_l, keys, blocks, table_len, cmp_rows, sel_rows, win_rows, groups, heads,
+                 tokens, splits_cmp, splits_all, splits_sel, plan.share, chunks, n_tiles, l, d,
+                 l_sel, p.window, scale_log2),
+                constants, compiled,
+            )  # fmt: skip
+        return
+    if splits_all:
+        go(
+            _decode_scan_kernel, (programs, splits_all, 1),
+            (Q, KC, VC, KW, VW, LENS, TABLE, K_DESCALE, V_DESCALE, scan_o, scan_m, scan_l,
+             pooled, spill, tile_max, table_len, cmp_rows, win_rows, groups, heads, tokens,
+             splits_cmp, splits_all, n_tiles, l, d, l_sel, p.window, scale_log2),
+            plan.scan, compiled,
+        )  # fmt: skip
+    if branch is None and plan.candidates:
+        go(
+            _decode_candidates_kernel, (chunks, programs, tokens),
+            (LENS, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, groups, heads, tokens,
+             splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks),
+            plan.choice, compiled,
+        )  # fmt: skip
+    if splits_sel:
+        go(
+            _decode_selected_kernel, (splits_sel, programs, tokens),
+            (Q, KS, VS, LENS, TABLE, K_DESCALE, V_DESCALE, INDICES, GATES, OUT, sel_o, sel_m,
+             sel_l, scan_o, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, table_len,
+             sel_rows, groups, heads, tokens, splits_sel, plan.share, splits_cmp, splits_all,
+             n_tiles, l, d, l_sel, chunks, scale_log2),
+            plan.selected, compiled,
+        )  # fmt: skip
+    if not plan.merged:
+        go(
+            _decode_merge_kernel, (programs, tokens * heads, 1),
+            (scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, GATES, OUT, groups, heads, tokens,
+             splits_cmp, splits_all, splits_sel), plan.merge, compiled,
+        )  # fmt: skip
+
+
+def _check_step(
+    q: Tensor, caches: tuple[Tensor, ...], gates: Tensor, sizes: tuple[int, int, int],
+    branch: str | None, block_indices: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise what nsa_decode_triton() says it raises."""
+    if torch.is_grad_enabled() and needs_grad(q, gates, *caches):
+        detail = "a decode step has no gradient of q, gates, keys and values"
+        raise RouteUnavailable("triton", "needs_grad", detail)
+    apart = [not x.is_contiguous() for x in caches]
+    if True in apart:  # a copy in every step would be slow without a word
+        which = apart.index(True)
+        name = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")[which]
+        raise ValueError(f"{name} must be contiguous, got strides {caches[which].stride()}")
+    if branch not in (None, "cmp", "sel", "win"):
+        raise ValueError(f"branch must be None, 'cmp', 'sel' or 'win', got {branch!r}")
+    if (branch == "sel") != (block_indices is not None):
+        raise ValueError("block_indices go with branch 'sel' and with no other")
+    reason = why_not_decode(*sizes)
+    if reason:
+        raise NotImplementedError(reason)
+    k_sel = caches[2]
+    rows = q.shape[1] * (q.shape[2] // k_sel.shape[-2])
+    if rows > MOST_STEP_ROWS:
+        raise NotImplementedError(f"q: T * heads per group must be <= {MOST_STEP_ROWS}, got {rows}")
+    if k_sel.dtype == torch.float8_e4m3fn and 0 < arch_of(q.device) < 89:
+        raise NotImplementedError(f"FP8 caches need SM 8.9 or newer, got {arch_of(q.device)}")
 
 
 @untraced  # launch_planned() goes by addresses
@@ -330,32 +451,11 @@ def nsa_decode_triton(
     needed, which nsa.nsa_attention has, and ValueError for caches that are not contiguous.
     """
     caches = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
-    if torch.is_grad_enabled() and needs_grad(q, gates, *caches):
-        detail = "a decode step has no gradient of q, gates, keys and values"
-        raise RouteUnavailable("triton", "needs_grad", detail)
-    apart = [not x.is_contiguous() for x in caches]
-    if True in apart:  # a copy in every step would be slow without a word
-        which = apart.index(True)
-        name = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")[which]
-        raise ValueError(f"{name} must be contiguous, got strides {caches[which].stride()}")
+    _check_step(q, caches, gates, (l, d, l_sel), branch, block_indices)
     q, gates, lens = q.contiguous(), gates.contiguous(), _int32(lens)
-    if branch not in (None, "cmp", "sel", "win"):
-        raise ValueError(f"branch must be None, 'cmp', 'sel' or 'win', got {branch!r}")
-    if (branch == "sel") != (block_indices is not None):
-        raise ValueError("block_indices go with branch 'sel' and with no other")
     batch, tokens, hq, dim = q.shape
     groups, dv = v_sel.shape[-2:]
-    heads = hq // groups
-    reason = why_not_decode(l, d, l_sel)
-    if reason:
-        raise NotImplementedError(reason)
-    if tokens * heads > MOST_STEP_ROWS:
-        raise NotImplementedError(
-            f"q: T * heads per group must be <= {MOST_STEP_ROWS}, got {tokens * heads}"
-        )
     fp8 = k_sel.dtype == torch.float8_e4m3fn
-    if fp8 and 0 < arch_of(q.device) < 89:
-        raise NotImplementedError(f"FP8 caches need SM 8.9 or newer, got {arch_of(q.device)}")
     problem = StepProblem(
         q.device, batch, tokens, hq, groups, dim, dv, q.dtype, gates.dtype, l, d, l_sel, n_sel,
         n_init, n_local, window, max_len, 0 if block_table is None else k_sel.shape[1], window_ring,
@@ -369,96 +469,30 @@ def nsa_decode_triton(
     out = torch.empty(batch, tokens, hq, dv, dtype=q.dtype, device=q.device)
     table = lens if block_table is None else _int32(block_table)
     table_len = 0 if block_table is None else block_table.shape[1]
-    cmp_rows, sel_rows, win_rows = k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
+    lengths = table_len, k_cmp.shape[1], k_sel.shape[1], k_win.shape[1]
     tensors = (q, *caches, gates, lens, table, indices, out)
     descales: tuple[Tensor, ...] = ()
     if fp8:
         assert k_descale is not None and v_descale is not None
         descales = k_descale, v_descale
     whole = cluster.cluster_kernel(use_cluster, problem)
-    if whole and whole(
-        tensors, (table_len, cmp_rows, sel_rows, win_rows, groups, cluster.MODES[branch]),
-        scale_log2, descales,
-    ):  # fmt: skip
+    if whole and whole(tensors, (*lengths, groups, cluster.MODES[branch]), scale_log2, descales):
         return (out, indices) if return_indices else out
 
-    tensors += descales or (lens, lens)
     # In a graph launches cost nothing, and several take the device no longer than one.
     alone = counters is not None and not cmp_paged
     alone = alone and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
-    programs = batch * groups
-
-    # It is given itself: through a cell of its own it would keep all these tensors from being freed
-    # until the garbage collector comes by.
-    def run(run: Callable[..., None], plan: StepPlan, go: Callable[..., None]) -> None:
-        splits_cmp, splits_sel, chunks = plan.splits_cmp, plan.splits_sel, plan.chunks
-        splits_all, n_tiles = plan.splits_cmp + plan.splits_win, plan.n_tiles
-        compiled, addresses = by_layout(
-            plan.compiled, (table_len, cmp_rows, sel_rows, win_rows), tensors
-        )
-        if plan.team and plan.whole[0]["PHASE"] == -1 and not compiled:
-            # For a graph, whose capture is no time to compile.
-            run(run, _plan(problem, branch), prepare_planned)
-        scratch = torch.empty(plan.size, dtype=torch.float32, device=q.device)
-        known = len(compiled) == len(plan.kernels)
-        Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, INDICES, OUT, K_DESCALE, V_DESCALE = (
-            addresses if known else tensors
-        )
-        (scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m, sel_l, keys, blocks) = (
-            plan.buffers(scratch, LENS, known)
-        )
-        if plan.team:
-            for constants in plan.whole:
-                go(
-                    _decode_team_kernel, (plan.team, programs, 1),
-                    (Q, KC, VC, KS, VS, KW, VW, GATES, LENS, TABLE, K_DESCALE, V_DESCALE, INDICES,
-                     OUT, counters, scan_o, scan_m, scan_l, pooled, spill, tile_max, sel_o, sel_m,
-                     sel_l, keys, blocks, table_len, cmp_rows, sel_rows, win_rows, groups, heads,
-                     tokens, splits_cmp, splits_all, splits_sel, plan.share, chunks, n_tiles, l, d,
-                     l_sel, window, scale_log2),
-                    constants, compiled,
-                )  # fmt: skip
-            return
-        if splits_all:
-            go(
-                _decode_scan_kernel, (programs, splits_all, 1),
-                (Q, KC, VC, KW, VW, LENS, TABLE, K_DESCALE, V_DESCALE, scan_o, scan_m, scan_l,
-                 pooled, spill, tile_max, table_len, cmp_rows, win_rows, groups, heads, tokens,
-                 splits_cmp, splits_all, n_tiles, l, d, l_sel, window, scale_log2),
-                plan.scan, compiled,
-            )  # fmt: skip
-        if branch is None and plan.candidates:
-            go(
-                _decode_candidates_kernel, (chunks, programs, tokens),
-                (LENS, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, groups, heads, tokens,
-                 splits_cmp, splits_all, n_tiles, l, d, l_sel, chunks),
-                plan.choice, compiled,
-            )  # fmt: skip
-        if splits_sel:
-            go(
-                _decode_selected_kernel, (splits_sel, programs, tokens),
-                (Q, KS, VS, LENS, TABLE, K_DESCALE, V_DESCALE, INDICES, GATES, OUT, sel_o, sel_m,
-                 sel_l, scan_o, scan_m, scan_l, pooled, spill, tile_max, keys, blocks, table_len,
-                 sel_rows, groups, heads, tokens, splits_sel, plan.share, splits_cmp, splits_all,
-                 n_tiles, l, d, l_sel, chunks, scale_log2),
-                plan.selected, compiled,
-            )  # fmt: skip
-        if not plan.merged:
-            go(
-                _decode_merge_kernel, (programs, tokens * heads, 1),
-                (scan_o, scan_m, scan_l, sel_o, sel_m, sel_l, GATES, OUT, groups, heads, tokens,
-                 splits_cmp, splits_all, splits_sel), plan.merge, compiled,
-            )  # fmt: skip
-
+    tensors += descales or (lens, lens)
+    step = _Step(problem, branch, tensors, counters, lengths, scale_log2)
     plan = _plan(problem, branch, alone and q.device not in _no_team)
     try:
-        run(run, plan, launch_planned)
+        _run(step, plan, launch_planned)
     except RuntimeError as error:
         # Less of the GPU is ours than it has (MPS, green contexts): nothing ran.
         if not plan.team or "cooperative launch" not in str(error):
             raise
         _no_team.add(q.device)
-        run(run, _plan(problem, branch), launch_planned)
+        _run(step, _plan(problem, branch), launch_planned)
     return (out, indices) if return_indices else out
 
 
