@@ -30,19 +30,13 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float] | None:
     if n < MIN_CI_N:
         return None
     # Largest k with P(Binomial(n, 1/2) < k) <= 2.5 %: the k-th value from either end.
-    tail, k = 0.0, 0
-    while True:
-        tail += math.comb(n, k) / 2**n if n < 1000 else _binomial_half(n, k)
-        if tail > 0.025:
-            break
+    k, ways = 0, 1  # to choose k of n
+    below = ways
+    while 40 * below <= 2**n:
+        ways = ways * (n - k) // (k + 1)
         k += 1
+        below += ways
     return ordered[k - 1], ordered[n - k]
-
-
-def _binomial_half(n: int, k: int) -> float:
-    return math.exp(
-        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2)
-    )
 
 
 def bootstrap_ci(ratios: Sequence[float], resamples: int = 2000) -> tuple[float, float]:
