@@ -35,18 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 import yaml
 
-from bench.records import (
-    BENCH_STATUSES,
-    MIN_SPEEDUP,
-    carries,
-    doc_parser,
-    emit,
-    finite_cell,
-    note,
-    path_agrees,
-    read_csv,
-    write_atomic,
-)
+from bench import records
 
 # What would serve without FA-2, and what stands behind the names of its answers in the record.
 FA2_BASELINES = {"sdpa": "", "triton": "_triton"}
@@ -82,7 +71,7 @@ class Cell:
 
     def failure(self, least: float) -> str | None:
         """Why this cell does not carry the threshold, None when it does."""
-        if self.lows and carries(self.status, self.lows.values(), least):
+        if self.lows and records.carries(self.status, self.lows.values(), least):
             return None
         for name, low in self.lows.items():
             if low < least:
@@ -104,7 +93,9 @@ class Answer:
 
 
 def _count(row: Mapping[str, str], name: str, where: str) -> int:
-    value = finite_cell(row, name, where)
+    if name not in row:
+        raise ValueError(f"{where}: no column {name}")
+    value = records.finite_cell(row, name, where)
     if value is None or value != int(value) or value < 1:
         raise ValueError(f"{where}: {name} must be a whole number above 0, got {row[name]!r}")
     return int(value)
@@ -112,7 +103,9 @@ def _count(row: Mapping[str, str], name: str, where: str) -> int:
 
 def load(path: str | Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
     """(file:line, row) of a bench CSV. Raises ValueError for an incomplete file, and OSError."""
-    return [(f"{path}:{number}", row) for number, row in enumerate(read_csv(path, columns), 2)]
+    return [
+        (f"{path}:{number}", row) for number, row in enumerate(records.read_csv(path, columns), 2)
+    ]
 
 
 def _judge(
@@ -120,13 +113,15 @@ def _judge(
 ) -> tuple[float | None, str | None]:
     """(lower bound of the speedup, own failure) of a row that may be trusted; raises ValueError."""
     status = row["status"].strip()
-    if status not in BENCH_STATUSES:
+    if status not in records.BENCH_STATUSES:
         raise ValueError(
-            f"{where}: status must be one of {', '.join(BENCH_STATUSES)}, got {status!r}"
+            f"{where}: status must be one of {', '.join(records.BENCH_STATUSES)}, got {status!r}"
         )
     if not row["device"].strip():
         raise ValueError(f"{where}: device is empty: nobody knows what was measured")
-    speedup, low, high = (finite_cell(row, n, where) for n in ("speedup", "ci_low", "ci_high"))
+    speedup, low, high = (
+        records.finite_cell(row, n, where) for n in ("speedup", "ci_low", "ci_high")
+    )
     reason = row.get("why", "").strip() or "no reason given"
     if status == "SKIPPED":
         if speedup is not None:
@@ -140,7 +135,7 @@ def _judge(
             f"({status}: {reason})"
         )
     path = row.get("path", "").strip()
-    if route and not path_agrees(route, path):
+    if route and not records.path_agrees(route, path):
         raise ValueError(f"{where}: path must be {route}, got {path or 'nothing'!r}")
     if status in ("INVALID", "FAILED"):
         return None, f"{status}: {reason}"
@@ -179,7 +174,7 @@ def selection_cells(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[Cell]
         if row["mode"].strip() != MODE:
             continue
         low, why = _judge(row, where, "triton")
-        wall = finite_cell(row, "wall_low", where)
+        wall = records.finite_cell(row, "wall_low", where)
         if low is not None and wall is None:
             raise ValueError(f"{where}: wall_low must come with a speedup")
         for column in ("N", "H", "D", "Dv", "streams"):
@@ -193,15 +188,22 @@ def selection_cells(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[Cell]
     return cells
 
 
+def _keys(row: Mapping[str, str], where: str) -> int:
+    """What NSA_FA2_MIN_LEN_* is compared with: column key_len, else min(w, S) for the window and
+    the number of compressed keys of S tokens for the compressed branch."""
+    S = _count(row, "S", where)
+    if row.get("key_len"):
+        return _count(row, "key_len", where)
+    if row["branch"].strip() == "win":
+        return min(_count(row, "w", where), S)
+    return max(0, (S - _count(row, "l", where)) // _count(row, "d", where) + 1)
+
+
 def fa2_cells(
     rows: Sequence[tuple[str, Mapping[str, str]]], branch: str, baseline: str = "sdpa"
 ) -> list[Cell]:
     """The cells of one branch ("win" or "cmp") of bench_fa2.py rows against one baseline ("sdpa" or
-    "triton"), by key length. A row that names no baseline was held against SDPA.
-
-    The length that NSA_FA2_MIN_LEN_* is compared with: column key_len, else min(w, S) for the
-    window and the number of compressed keys of S tokens for the compressed branch.
-    """
+    "triton"), by key length. A row that names no baseline was held against SDPA."""
     cells = []
     for where, row in rows:
         kind = row["branch"].strip()
@@ -210,15 +212,7 @@ def fa2_cells(
         if kind != branch or (row.get("baseline") or "sdpa") != baseline:
             continue
         low, why = _judge(row, where, "fa2" if row.get("path") else None)
-        S = _count(row, "S", where)
-        needed = ("key_len",) if row.get("key_len") else ("w",) if kind == "win" else ("l", "d")
-        for column in needed:
-            if column not in row:
-                raise ValueError(f"{where}: no column {column}")
-        sizes = [_count(row, column, where) for column in needed]
-        length = sizes[0] if needed == ("key_len",) else min(sizes[0], S)
-        if needed == ("l", "d"):
-            length = max(0, (S - sizes[0]) // sizes[1] + 1)
+        length = _keys(row, where)
         setting = _named(row, ("HQ", "G", "D", "form", "dtype"))
         name = f"{kind} keys={length} {_named(row, ('S', 'w', 'l', 'd', 'baseline'))} "
         name = (name + setting).rstrip()
@@ -351,55 +345,106 @@ def _line_after(node: yaml.Node) -> int:
 
 
 def _words(answer: Answer, name: str, unit: str = "", baseline: str = "") -> str:
-    head = f"{name} = {answer.min_length}{unit}{baseline}" if answer.min_length is not None else (
-        f"{name}{baseline}: no length qualifies, nothing is proposed"
-    )  # fmt: skip
+    head, lower = f"{name} = {answer.min_length}{unit}{baseline}", "not lower because of"
+    if answer.min_length is None:
+        head = f"{name}{baseline}: no length qualifies, nothing is proposed"
+        lower = "deciding cell"
     lines = [head, f"  {answer.confidence}"]
     if answer.blocking:
-        lower = "not lower because of" if answer.min_length is not None else "deciding cell"
         lines.append(f"  {lower}: {answer.blocking}")
     return "\n".join(lines)
 
 
+def fa2_answers(
+    rows: Sequence[tuple[str, Mapping[str, str]]], least: float
+) -> dict[tuple[str, str], Answer]:
+    """The answer of each baseline and branch; where there is too little evidence a note says so."""
+    found = {}
+    for baseline, branch in itertools.product(FA2_BASELINES, ("win", "cmp")):
+        cells = fa2_cells(rows, branch, baseline)
+        if gaps := missing_evidence(cells, ()):
+            records.note(f"fa2_min_len_{branch} against {baseline}: no proposal: {'; '.join(gaps)}")
+        else:
+            found[baseline, branch] = smallest(cells, (), least)
+    return found
+
+
+def recommended(answer: Answer, fa2: Mapping[tuple[str, str], Answer]) -> dict[str, Any]:
+    """The answers as fields of the record."""
+    row: dict[str, Any] = {
+        "sel_triton_min_L": answer.min_length, "confidence": answer.confidence,
+        "blocking_case": answer.blocking, "rows": answer.rows,
+    }  # fmt: skip
+    for (baseline, suffix), branch in itertools.product(FA2_BASELINES.items(), ("win", "cmp")):
+        one = fa2.get((baseline, branch))
+        row[f"fa2_min_len_{branch}{suffix}"] = one and one.min_length
+        if one:
+            why = [one.confidence, one.blocking] if one.blocking else [one.confidence]
+            row[f"fa2_{branch}{suffix}_why"] = "; ".join(why)
+    return row
+
+
+def write(
+    path: Path, device: str, sources: Sequence[str], answer: Answer,
+    fa2: Mapping[tuple[str, str], Answer],
+) -> int:  # fmt: skip
+    """Set the device's entry in the configuration `path`, as far as a length qualified; the exit
+    code."""
+    settings: dict[str, Any] = {}
+    comments = []
+    if answer.min_length is not None:
+        settings["sel_triton_min_L"] = answer.min_length
+        comments.append(f"{' '.join(Path(x).name for x in sources)}: {answer.confidence}")
+    against_sdpa = {
+        f"fa2_min_len_{branch}": one.min_length
+        for (baseline, branch), one in fa2.items()
+        if baseline == "sdpa" and one.min_length is not None
+    }
+    if against_sdpa:
+        settings |= against_sdpa
+        comments.append("fa2_min_len_*: against SDPA, for NSA_USE_FA2=1 with Triton off")
+    if not settings:
+        print(f"nothing to write in {path}")
+        return 0
+    try:
+        text = path.read_text(encoding="utf-8")
+        records.write_atomic(path, propose_config(text, device, settings, "; ".join(comments)))
+    except (OSError, ValueError) as error:
+        print(f"threshold_optimizer: {path}: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote runtime.devices.{device} in {path}")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = doc_parser(__doc__)
+    parser = records.doc_parser(__doc__)
     parser.add_argument(
         "csv", nargs="+", metavar="CSV", help="rows of bench_sel_triton.py --route 1"
     )
     parser.add_argument("--fa2", metavar="CSV", help="rows of bench_fa2.py")
     parser.add_argument("--write", type=Path, metavar="YAML", help="set the device's entry here")
     parser.add_argument(
-        "--min-speedup", type=float, default=MIN_SPEEDUP, help=f"default {MIN_SPEEDUP}"
+        "--min-speedup",
+        type=float,
+        default=records.MIN_SPEEDUP,
+        help=f"default {records.MIN_SPEEDUP}",
     )
     args = parser.parse_args(argv)
     least = args.min_speedup
     if not (math.isfinite(least) and least >= 1):
         parser.error(f"argument --min-speedup: must be a finite number of 1 or more, got {least}")
-    # By the name of the setting, None where nothing can be said.
-    fa2: dict[str, Answer | None] = {
-        f"fa2_min_len_{branch}{suffix}": None
-        for suffix in FA2_BASELINES.values() for branch in ("win", "cmp")
-    }  # fmt: skip
     try:
         rows = [row for path in args.csv for row in load(path, _SEL_COLUMNS)]
         more = load(args.fa2, _FA2_COLUMNS) if args.fa2 else []
         if rows + more:
             same_environment(rows + more)
         cells = selection_cells(rows)
-        gaps = missing_evidence(cells, DISTRIBUTIONS)
-        asked = itertools.product(FA2_BASELINES, ("win", "cmp")) if args.fa2 else ()
-        for (baseline, branch), name in zip(asked, fa2, strict=False):
-            found = fa2_cells(more, branch, baseline)
-            lacking = missing_evidence(found, ())
-            if lacking:
-                note(f"fa2_min_len_{branch} against {baseline}: no proposal: {'; '.join(lacking)}")
-            else:
-                fa2[name] = smallest(found, (), least)
+        fa2 = fa2_answers(more, least) if args.fa2 else {}
     except (OSError, ValueError) as error:
-        note(f"no threshold can be proposed: {error}", "warn")
+        records.note(f"no threshold can be proposed: {error}", "warn")
         return 1
-    if gaps:
-        note(f"no threshold can be proposed: rows of mode {MODE}: {'; '.join(gaps)}")
+    if gaps := missing_evidence(cells, DISTRIBUTIONS):
+        records.note(f"no threshold can be proposed: rows of mode {MODE}: {'; '.join(gaps)}")
         return 3
     answer = smallest(cells, DISTRIBUTIONS, least)
     device = rows[0][1]["device"].strip()
@@ -407,44 +452,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(_words(answer, "sel_triton_min_L"))
     print("  for selection_attention called alone; nsa_attention, the layers and decode steps have "
           "no threshold")  # fmt: skip
-    for name, result in fa2.items():
-        if result:
-            baseline = "triton" if name.endswith("_triton") else "sdpa"
-            name = name.removesuffix("_triton")
-            print(_words(result, name, " keys", f" against {baseline}"))
-    emit("recommend", {
-        "sel_triton_min_L": answer.min_length,
-        **{name: a and a.min_length for name, a in fa2.items()},
-        "confidence": answer.confidence,
-        "blocking_case": answer.blocking, "device": device, "rows": answer.rows,
-        "min_speedup": least,
-        **{f"{name.replace('min_len_', '')}_why":
-           f"{a.confidence}; {a.blocking}" if a.blocking else a.confidence
-           for name, a in fa2.items() if a},
-    })  # fmt: skip
-    if args.write:
-        names = " ".join(Path(path).name for path in args.csv)
-        settings: dict[str, Any] = {}
-        comments = []
-        if answer.min_length is not None:
-            settings["sel_triton_min_L"] = answer.min_length
-            comments.append(f"{names}: {answer.confidence}")
-        fresh = {name: a.min_length for name, a in fa2.items()
-                 if not name.endswith("_triton") and a and a.min_length is not None}  # fmt: skip
-        if fresh:
-            settings |= fresh
-            comments.append("fa2_min_len_*: against SDPA, for NSA_USE_FA2=1 with Triton off")
-        if not settings:
-            print(f"nothing to write in {args.write}")
-            return 0
-        try:
-            text = args.write.read_text(encoding="utf-8")
-            write_atomic(args.write, propose_config(text, device, settings, "; ".join(comments)))
-        except (OSError, ValueError) as error:
-            print(f"threshold_optimizer: {args.write}: {error}", file=sys.stderr)
-            return 2
-        print(f"wrote runtime.devices.{device} in {args.write}")
-    return 0
+    for (baseline, branch), one in fa2.items():
+        print(_words(one, f"fa2_min_len_{branch}", " keys", f" against {baseline}"))
+    about = {"device": device, "min_speedup": least}
+    records.emit("recommend", {**recommended(answer, fa2), **about})
+    return write(args.write, device, args.csv, answer, fa2) if args.write else 0
 
 
 if __name__ == "__main__":
