@@ -24,7 +24,6 @@ from nsa.kernels.tiles import arch_of
 WIDTHS = ((64, 64), (128, 128), (192, 128))  # of Q's and V's heads
 RELEASES = ("3.6.", "3.7.", "3.9.")  # of Triton, on an H100 or H200
 REMEDY = "Triton kernels serve, up to 2.4 times slower; use torch 2.11 (triton 3.6) or 2.13 (3.7)"
-FAULTS = {"3.8.": "its Gluon cannot take views of another size from shared memory"}
 
 
 def why_not(device: torch.device, use_gluon: bool | None = None) -> str | None:
@@ -36,8 +35,7 @@ def why_not(device: torch.device, use_gluon: bool | None = None) -> str | None:
         return f"the Gluon kernels are for SM 9.0, and {here}"
     release = triton.__version__
     if not release.startswith(RELEASES):
-        fault = FAULTS.get(release[:4], "the Gluon kernels were not run with it")
-        return f"triton {release}: {fault}; {REMEDY}"
+        return f"triton {release}: the Gluon kernels were not run with it; {REMEDY}"
     if use_gluon is None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         use_gluon = get_flags(name).use_gluon

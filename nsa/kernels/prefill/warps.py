@@ -3,8 +3,8 @@
 It follows from a scalar that differs between warps, the number of the warp: a branch on it is taken
 by whole warps. Nothing may make all warps wait for each other then: triton 3.6 puts a barrier of
 the whole program before each mbarrier.wait in a loop, and mbarrier.arrive arrives once for all
-warps, so both are PTX here. Barriers go by number from where shared memory begins: a kernel has
-them first in the one allocation that it makes, and check_address stops it where that is not so.
+warps, so both are PTX here. Barriers go by number from the head of a kernel's store on, see
+releases.py, and check_address stops a kernel whose head is not where it was expected.
 """
 
 from __future__ import annotations
@@ -40,12 +40,18 @@ def lane_number():
     )
 
 
+@gluon.constexpr_function
+def _with_address(text, head_at):
+    """PTX with the address of barrier 0 in the place of HEAD."""
+    return text.replace("HEAD", f"global_smem+{head_at}" if head_at else "global_smem")
+
+
 @gluon.jit
-def first_barrier():
-    """Its address; to be asked for once, since a warp waits for the answer."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, global_smem;", "=r", [], gl.int32, is_pure=False, pack=1
-    )
+def first_barrier(HEAD_AT: gl.constexpr):
+    """Its address, of a store's head at HEAD_AT; to be asked for once, since a warp waits for the
+    answer."""
+    MOVE: gl.constexpr = _with_address("mov.u32 $0, HEAD;", HEAD_AT)
+    return gl.inline_asm_elementwise(MOVE, "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -139,24 +145,25 @@ def rounded_here(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def check_address(store):
-    """Stops the kernel if `store`, the memory to carve() from, is not where first_barrier says."""
+def check_address(store, HEAD_AT: gl.constexpr):
+    """Stops the kernel if the head of `store` is not where first_barrier says."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = carve(store, 0, gl.int32, [UNIT // 4], layout)
     spread: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     words.store(gl.full([UNIT // 4], MARK, gl.int32, spread))
     program_barrier()
-    gl.inline_asm_elementwise(
+    CHECK: gl.constexpr = _with_address(
         """{
         .reg .pred wrong;
         .reg .u32 word;
-        ld.shared.u32 word, [global_smem];
+        ld.shared.u32 word, [HEAD];
         setp.ne.u32 wrong, word, $1;
         @wrong trap;
         mov.u32 $0, 0;
         }""",
-        "=r,r", [MARK], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        HEAD_AT,
+    )
+    gl.inline_asm_elementwise(CHECK, "=r,r", [MARK], gl.int32, is_pure=False, pack=1)
     program_barrier()
 
 

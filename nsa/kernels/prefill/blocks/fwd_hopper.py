@@ -39,8 +39,10 @@ from nsa.kernels.prefill.blocks.fwd_by_keys_sums import begin_sums
 from nsa.kernels.prefill.blocks.selection import Selection
 from nsa.kernels.prefill.combine import Others
 from nsa.kernels.prefill.releases import (
-    SINCE_3_9,
+    SINCE_3_8,
     carve,
+    head_address,
+    make_store,
     program_barrier,
     tma_load,
     warpgroup_mma_wait,
@@ -60,7 +62,7 @@ from nsa.kernels.tiles import LOG2E, sm_count
 
 # P V of a block that is not seen to its end goes by 16 keys at a time. In one, ptxas 13.4 keeps 320
 # bytes on the stack, some of them in the loops over whole blocks; so it keeps 40, and none there.
-IN_STEPS = gl.constexpr(SINCE_3_9)
+IN_STEPS = gl.constexpr(SINCE_3_8)
 KEYS = 64
 HEADS = 16  # rows of a warp's product
 WARPS = tile_blocks.EIGHT.value  # one a query: with 16, a third of the registers is missing
@@ -224,7 +226,7 @@ def _consume(
     S, S_KV, G, H, q_start, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROOM: gl.constexpr, OTHERS: gl.constexpr,
     KEEP: gl.constexpr, SOME: gl.constexpr, EIGHTS: gl.constexpr, PART: gl.constexpr,
-    EXTRA: gl.constexpr,
+    EXTRA: gl.constexpr, HEAD_AT: gl.constexpr,
 ):  # fmt: skip
     """A warp for each query of a tile, tile after tile."""
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -236,7 +238,7 @@ def _consume(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [QUERIES, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     warp = warp_number()
-    first = first_barrier()
+    first = first_barrier(HEAD_AT)
     tiles = (T + QUERIES - 1) // QUERIES
     slot = 0
     parity = 0
@@ -365,8 +367,9 @@ def _block_attn_fwd_hopper_kernel(
     TILE: gl.constexpr = KD.block_type.nbytes // UNIT
     K2_AT: gl.constexpr = 1 + 2 * STAGES * TILE
     UNITS: gl.constexpr = K2_AT + (STAGES * KD2.block_type.nbytes // UNIT if EXTRA > 0 else 0)
-    store = gl.allocate_shared_memory(gl.int8, [UNITS, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    check_address(store)
+    HEAD_AT: gl.constexpr = head_address(UNITS, UNIT, 1, 0)
+    store = make_store(UNITS, UNIT, 1, 0)
+    check_address(store, HEAD_AT)
     # Barriers `full` of all stages, then `empty`.
     bars = carve(store, 0, gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     k_ring = carve(store, 1, dtype, [STAGES] + KD.block_type.shape, KD.layout)
@@ -382,7 +385,7 @@ def _block_attn_fwd_hopper_kernel(
         (_consume, (
             Q, O, LSE, O_CMP, O_WIN, GATES, SUM, ENTRIES, COUNTS, WHOLE, UNDONE, k_ring, k2_ring,
             v_ring, T, S, S_KV, G, H, q_start, scale_log2, VARLEN, HEADS, ROOM, OTHERS, KEEP, SOME,
-            EIGHTS, PART, EXTRA,
+            EIGHTS, PART, EXTRA, HEAD_AT,
         )),
         (_produce, (
             KD, KD2, VD, ENTRIES, COUNTS, WHOLE, k_ring, k2_ring, v_ring, bars, T, G, WARPS, ROOM,

@@ -26,7 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.choice.score_topn_triton import Slab
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, sequence_of
-from nsa.kernels.prefill.releases import carve, program_barrier, tma_load, warpgroup_mma_wait
+from nsa.kernels.prefill.releases import (
+    carve,
+    head_address,
+    make_store,
+    program_barrier,
+    tma_load,
+    warpgroup_mma_wait,
+)
 from nsa.kernels.prefill.span.common import span_hi
 from nsa.kernels.prefill.warps import (
     LEAST_REGISTERS,
@@ -255,6 +262,7 @@ def _consume(
     SCORES, LSE, q_mems, k_mems, CU_Q, CU_K, SQ, SK, G: gl.constexpr, BATCH, ITEMS, slab_begin,
     slab_len, n_ld, q_start, scale_log2,
     VARLEN: gl.constexpr, l: gl.constexpr, d: gl.constexpr, l_sel: gl.constexpr,
+    HEAD_AT: gl.constexpr,
 ):  # fmt: skip
     """Four warpgroups: probabilities of 64 rows each, their sums over blocks and heads."""
     QUERIES: gl.constexpr = q_mems[0].shape[1]
@@ -274,7 +282,7 @@ def _consume(
     for i in gl.static_range(1, CHUNK // PIECE):
         own = own + (_weights(i * PIECE, l, d, l_sel, W_LAYOUT),)
     spill = _weights(-PIECE, l, d, l_sel, W_LAYOUT)  # of the last piece to the next blocks
-    first = first_barrier()
+    first = first_barrier(HEAD_AT)
     warpgroup = warp_number() // 4
     done = 0
     count = 0
@@ -353,8 +361,9 @@ def _block_score_hopper_kernel(
     UNITS: gl.constexpr = K2_AT + (STAGES * KD2.block_type.nbytes // UNIT if WIDER else 0)
     WARPS: gl.constexpr = gl.num_warps()
     BARRIERS: gl.constexpr = TURN + WARPS // 4
-    store = gl.allocate_shared_memory(gl.int8, [UNITS, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    check_address(store)
+    HEAD_AT: gl.constexpr = head_address(UNITS, UNIT, 1, 0)
+    store = make_store(UNITS, UNIT, 1, 0)
+    check_address(store, HEAD_AT)
     bars = carve(store, 0, gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     q_mem = carve(store, 1, QD.dtype, [Q_PLACES] + QD.block_type.shape, QD.layout)
     k_mem = carve(store, K_AT, KD.dtype, [STAGES] + KD.block_type.shape, KD.layout)
@@ -381,7 +390,7 @@ def _block_score_hopper_kernel(
     gl.warp_specialize([
         (_consume, (
             SCORES, LSE, q_mems, k_mems, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin, slab_len,
-            n_ld, q_start, scale_log2, VARLEN, l, d, l_sel,
+            n_ld, q_start, scale_log2, VARLEN, l, d, l_sel, HEAD_AT,
         )),
         (_produce, (
             QDS, KDS, q_mems, k_mems, bars, CU_Q, CU_K, SQ, SK, G, BATCH, ITEMS, slab_begin,

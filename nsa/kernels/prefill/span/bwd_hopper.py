@@ -55,7 +55,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
-from nsa.kernels.prefill.releases import carve, program_barrier, tma_load, view, warpgroup_mma_wait
+from nsa.kernels.prefill.releases import (
+    ONLY_WHOLE,
+    carve,
+    from_head,
+    head_address,
+    make_store,
+    program_barrier,
+    tma_load,
+    view,
+    warpgroup_mma_wait,
+)
 from nsa.kernels.prefill.span.kinds import COMPRESSED, Span
 from nsa.kernels.prefill.sums import rounded, rounded_keys, zero_sums
 from nsa.kernels.prefill.warps import (
@@ -461,7 +471,7 @@ def _span_walk(
     delta_row, q_start, span_a, span_b, scale, scale_log2,
     MODE: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, SIGNED: gl.constexpr, EXTRA: gl.constexpr, DS_AT: gl.constexpr,
-    DQ_AT: gl.constexpr,
+    DQ_AT: gl.constexpr, HEAD_AT: gl.constexpr,
 ):  # fmt: skip
     """The eight warps: a share of the queries past one tile of keys. DS_AT, DQ_AT: where memories
     begin, in bytes."""
@@ -514,7 +524,7 @@ def _span_walk(
     dv = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
     dk2 = tiles * 0
     zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
-    first_bar = first_barrier()
+    first_bar = first_barrier(HEAD_AT)
     ds_at = kept(place_of_rows(first_bar + DS_AT))
     dq_at = kept(_place_in_dq(first_bar + DQ_AT, WIDTH))
     await_phase_if(tiles > 0, first_bar, READY, 0)
@@ -625,7 +635,8 @@ def _span_bwd_hopper_kernel(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     DQ_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     # In lines of 128 bytes: barriers, lse and delta, then tiles.
-    DELTA_AT: gl.constexpr = 1 + STAGES * ROWS * 4 // LINE
+    LSE_AT: gl.constexpr = 2 if ONLY_WHOLE else 1
+    DELTA_AT: gl.constexpr = LSE_AT + STAGES * ROWS * 4 // LINE
     K_AT: gl.constexpr = (DELTA_AT + DO_STAGES * ROWS * 4 // LINE + 7) // 8 * 8
     V_AT: gl.constexpr = K_AT + KEYS * WIDTH * 2 // LINE
     Q_AT: gl.constexpr = V_AT + KEYS * WIDTH * 2 // LINE
@@ -636,10 +647,12 @@ def _span_bwd_hopper_kernel(
     DQ_AT: gl.constexpr = DS_AT + 2 * KEYS * ROWS * 2 // LINE
     DQ2_AT: gl.constexpr = DQ_AT + ROWS * WIDTH * 4 // LINE
     LINES: gl.constexpr = DQ2_AT + ROWS * EXTRA * 4 // LINE
-    store = gl.allocate_shared_memory(gl.int8, [LINES, LINE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    check_address(store)
+    TILE: gl.constexpr = KEYS * WIDTH * 2 // LINE
+    HEAD_AT: gl.constexpr = head_address(LINES, LINE, K_AT, TILE)
+    store = make_store(LINES, LINE, K_AT, TILE)
+    check_address(store, HEAD_AT)
     bars = carve(store, 0, gl.int64, [DQ_FREE + 1, 1], mbarrier.MBarrierLayout())
-    lse_smem = carve(store, 1, gl.float32, [STAGES, ROWS], STATS.layout)
+    lse_smem = carve(store, LSE_AT, gl.float32, [STAGES, ROWS], STATS.layout)
     delta_smem = carve(store, DELTA_AT, gl.float32, [DO_STAGES, ROWS], STATS.layout)
     # One K and one V, but indexed: see _span_turn.
     k_place = carve(store, K_AT, dtype, [1, KEYS, WIDTH], LAYOUT)
@@ -674,7 +687,8 @@ def _span_bwd_hopper_kernel(
             Q, K, V, DO, STATS_ROWS, ANY_NEGATIVE, DK, DV_OUT, buffers, masked_tiles, tiles,
             start, last, q_begin, m_begin, q_len, n0, k_begin, k_len,
             group, G, lse_row, delta_row, q_start, span_a, span_b, scale, scale_log2, MODE, BLOCK_Q,
-            HEADS, STAGES, SPLIT, SIGNED, EXTRA, DS_AT * LINE, DQ_AT * LINE,
+            HEADS, STAGES, SPLIT, SIGNED, EXTRA,
+            from_head(DS_AT, LINE, K_AT, HEAD_AT), from_head(DQ_AT, LINE, K_AT, HEAD_AT), HEAD_AT,
         )),
         (_fetch_rows, (
             QD, QD2, DOD, STATS, buffers, bars, tiles, start, last, t0, group * HEADS, lse_row,
@@ -706,6 +720,8 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Te
         and heads & (heads - 1) == 0
         and heads <= ROWS
         and (q.shape[-1], v.shape[-1]) in STAGES
+        # There the places of dQ do not divide what is before them, as Triton 3.8 would have it.
+        and not (ONLY_WHOLE and q.shape[-1] > v.shape[-1])
         and q.element_size() == 2
         and 2 * q.numel() // q.shape[-1] < 2**31
         and tma_usable(90, q, whole=grad_out)

@@ -45,6 +45,9 @@ from nsa.kernels.prefill.marked_keys import marked
 from nsa.kernels.prefill.packs import packed_bounds, packed_tiles, sequence_of
 from nsa.kernels.prefill.releases import (
     carve,
+    from_head,
+    head_address,
+    make_store,
     program_barrier,
     tma_load,
     tma_store,
@@ -444,7 +447,7 @@ def _consume(
     O, LSE, GATES, scored, spans, q_mems, k_mems, v_mem, CU_Q, SQ, G: gl.constexpr, BATCH, ITEMS,
     scale_log2, slab_begin,
     TILES: gl.constexpr, VARLEN: gl.constexpr, SCORED: gl.constexpr, Q_AT: gl.constexpr,
-    ASIDE_AT: gl.constexpr,
+    ASIDE_AT: gl.constexpr, HEAD_AT: gl.constexpr,
 ):  # fmt: skip
     """Two warpgroups: softmax and output of 64 rows each of every work item; of two spans the sum
     of their outputs, each by its gate. Q_AT, ASIDE_AT: where memories begin, in bytes."""
@@ -458,7 +461,7 @@ def _consume(
     DTYPE: gl.constexpr = v_mem.dtype
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
-    first = first_barrier()
+    first = first_barrier(HEAD_AT)
     warp = warp_number()
     aside = first + scoring.ASIDE + warp * 32
     sums = scoring.sums_of_warp(SUMS, warp, room)
@@ -596,8 +599,9 @@ def _run(
     Q2_AT: gl.constexpr = ASIDE_AT + (len(TILES) - 1) * Q_UNITS
     K2_AT: gl.constexpr = Q2_AT + (Q_STAGES * QDS[1].block_type.nbytes // UNIT if PARTS > 1 else 0)
     UNITS: gl.constexpr = K2_AT + (STAGES * KDS[1].block_type.nbytes // UNIT if PARTS > 1 else 0)
-    store = gl.allocate_shared_memory(gl.int8, [UNITS, UNIT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    check_address(store)
+    HEAD_AT: gl.constexpr = head_address(UNITS, UNIT, 1, Q_UNITS)
+    store = make_store(UNITS, UNIT, 1, Q_UNITS)
+    check_address(store, HEAD_AT)
     bars = carve(store, 0, gl.int64, [RING + 4 * STAGES, 1], mbarrier.MBarrierLayout())
     q_mem = carve(store, 1, DTYPE, [Q_STAGES] + QD.block_type.shape, QD.layout)
     k_mem = carve(store, K_AT, DTYPE, [STAGES] + KD.block_type.shape, KD.layout)
@@ -623,7 +627,8 @@ def _run(
     gl.warp_specialize([
         (_consume, (
             O, LSE, GATES, scored, spans, q_mems, k_mems, v_mem, CU_Q, SQ, G, BATCH, ITEMS,
-            scale_log2, slab_begin, TILES, VARLEN, SCORED, UNIT, ASIDE_AT * UNIT,
+            scale_log2, slab_begin, TILES, VARLEN, SCORED,
+            from_head(1, UNIT, 1, HEAD_AT), from_head(ASIDE_AT, UNIT, 1, HEAD_AT), HEAD_AT,
         )),
         (_produce, (
             QDS, spans, q_mems, k_mems, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, slab_begin, TILES,
