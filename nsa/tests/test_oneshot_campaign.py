@@ -56,6 +56,12 @@ CUT_OFF = (
 )
 
 
+@pytest.fixture(autouse=True)
+def other_sources(monkeypatch):
+    """The sources that verify are not those of the run: git need not be asked."""
+    monkeypatch.setattr(verify, "git_facts", lambda _: {})
+
+
 @dataclass
 class Case:
     """One fault: the stages of the run, what goes wrong, and what must come of it."""

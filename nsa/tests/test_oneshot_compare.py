@@ -28,8 +28,10 @@ FLOOR = 0.01
 
 @pytest.fixture(autouse=True)
 def other_sources(monkeypatch):
-    """The sources that verify are not those of the run: its reports are not made anew."""
+    """The sources that verify are not those of the run: its reports are not made anew. Private
+    data, which takes longest, has tests of its own."""
     monkeypatch.setattr(verify, "git_facts", lambda _: {})
+    monkeypatch.setattr(verify, "check_secrets", lambda *_: ())
 
 
 def timed(rng, case, true_us, spread=0.012):
@@ -53,7 +55,7 @@ def timed(rng, case, true_us, spread=0.012):
 def test_a_planted_change_is_found_and_drift_is_none(planted, drift, verdicts, low, high):
     """drift: how much slower all of box B is at most, and in one of them."""
     rng, found = random.Random(1), []
-    for box in range(10):
+    for box in range(5):
         moved = (1 + (rng.uniform(-drift, drift) if box else drift)) * (1 + planted)
         for i in range(100):
             true_us = 8.0 * 1.06**i
@@ -104,12 +106,19 @@ def made(folder, rows=(), *, name="all_pass", drop=(), change=None, stage="sel_b
     return folder
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The sample as it is."""
+    return made(tmp_path_factory.mktemp("plain"))
+
+
 @pytest.fixture
-def compared_as(tmp_path, capsys):
+def compared_as(plain, tmp_path, capsys):
     """compared_as(options of `made` for A, for B, arguments): (exit code, what compare found)."""
 
     def call(a, b, *options):
-        folders = [str(made(tmp_path / name, **how)) for name, how in (("a", a), ("b", b))]
+        folders = [str(made(tmp_path / name, **how) if how else plain)
+                   for name, how in (("a", a), ("b", b))]  # fmt: skip
         code = compare.main([*folders, *options, "--json"])
         return code, json.loads(capsys.readouterr().out)
 
