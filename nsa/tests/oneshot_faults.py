@@ -165,7 +165,6 @@ out.write(b"x" * 1_000_000 + b"\n")
 out.write("```\n</details> | @someone #123 \u202e\n".encode())
 out.write(b"progress 1\rprogress 2\rprogress 3\n")
 """,
-    "flood": "right(); [print(f'line {i} ' + 'y' * 600) for i in range(6_000)]",
     "steady": "right(); send('progress', done=1, total=4, text='case 1 of 4'); time.sleep(1.5)",
     "chatty": "passed(); [print(f'line {i} ' + 'y' * 60) for i in range(3000)]",
     "junk_rows": r"""
