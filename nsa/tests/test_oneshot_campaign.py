@@ -476,6 +476,8 @@ def _(tmp: Path) -> None:
     held(PASSED, outcome)
     remote = outcome.bundle["git"]["remote"]
     assert remote.startswith("git.") and remote.endswith("/o/r")
+    text = report.render_text(outcome.bundle, outcome.folder, Shape())  # of a commit as given
+    assert "nothing tells whether the sources are clean" in text
 
 
 def lost_folder(how: str, words: str) -> Callable[[Path], None]:

@@ -117,9 +117,10 @@ def compared_as(plain, tmp_path, capsys):
     """compared_as(options of `made` for A, for B, arguments): (exit code, what compare found)."""
 
     def call(a, b, *options):
-        folders = [str(made(tmp_path / name, **how) if how else plain)
-                   for name, how in (("a", a), ("b", b))]  # fmt: skip
-        code = compare.main([*folders, *options, "--json"])
+        one, other = (
+            made(tmp_path / name, **how) if how else plain for name, how in (("a", a), ("b", b))
+        )
+        code = compare.main([str(one), str(other), *options, "--json"])
         return code, json.loads(capsys.readouterr().out)
 
     return call
