@@ -276,10 +276,13 @@ def write_hostile(folder):
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """The folder of such a run, with its reports."""
+    """The folder of such a run, with its reports, of which the page runs nothing."""
+    from nsa.tests.test_oneshot_page import inert
+
     folder = tmp_path_factory.mktemp("hostile")
     write_hostile(folder)
     assert report.main([str(folder)]) == 0
+    inert((folder / "report.html").read_text(encoding="utf-8"))
     return folder
 
 
