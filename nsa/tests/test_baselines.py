@@ -148,14 +148,11 @@ def test_a_fused_attention_below_its_floor_gives_no_ratio(monkeypatch):
 
 # ---- what such a card is known to do -------------------------------------------------------------
 
-CASE = dict(
-    op="full", direction="bwd", B=1, S=8192, HQ=64, G=4, D=128, Dv=128, l=32, d=16, l_sel=64,
-    n_sel=16, w=512, dtype="bf16", device="NVIDIA H200",
+LIKE = dict(
+    B=1, S=8192, l=32, d=16, l_sel=64, n_sel=16, w=512, dtype="bf16", device="NVIDIA H200",
 )  # fmt: skip
-DECODE = dict(
-    B=1, S=8192, dim=2560, heads=64, groups=4, dk=128, dv=128, l=32, d=16, l_sel=64, n_sel=16,
-    w=512, dtype="bf16", device="NVIDIA H200",
-)  # fmt: skip
+CASE = dict(LIKE, op="full", direction="bwd", HQ=64, G=4, D=128, Dv=128)
+DECODE = dict(LIKE, dim=2560, heads=64, groups=4, dk=128, dv=128)
 SEL = dict(
     mode="dense", N=256, H=8, D=64, Dv=64, L=64, dist="few", streams=1, n_sel=None, dtype="bf16",
     device="NVIDIA H200",

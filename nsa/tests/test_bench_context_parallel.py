@@ -1,8 +1,8 @@
-"""The context-parallel bench on CPU processes: it proves what it times, and refuses bad lengths."""
+"""The benches of several GPUs on two CPU processes: they prove what they time."""
 
 from __future__ import annotations
 
-import csv
+import json
 import os
 import subprocess
 import sys
@@ -12,23 +12,106 @@ import pytest
 import torch
 
 from bench import bench_context_parallel
+from bench.records import read_csv
 from nsa import launches
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--S_list", "64", "--l", "8", "--d", "4", "--l_sel", "16", "--n_sel", "3", "--w", "20"]
 
 
-def test_two_ranks_are_checked_and_timed(tmp_path):
-    target = tmp_path / "rows.csv"
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "--", "bench/bench_context_parallel.py", *SMALL, "--iters", "3", "--csv", str(target),
-         "--directions", "fwd,bwd,decode"],
-        cwd=ROOT, capture_output=True, text=True, timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+def ranks(*command):
+    """Two ranks run `command`, as the runner starts them: (process, the rows they sent)."""
+    rows_read, rows_write = os.pipe()
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.oneshot.run.ranks", "-n", "2", *command], cwd=ROOT,
+        capture_output=True, text=True, timeout=200, pass_fds=(rows_write,),
+        env={**os.environ, "NSA_RESULT_FD": str(rows_write), "CUDA_VISIBLE_DEVICES": "",
+             "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    rows = list(csv.DictReader(target.open()))
+    os.close(rows_write)
+    with os.fdopen(rows_read) as f:
+        return done, [json.loads(line) for line in f]
+
+
+# Ways in which an exchange does not do its work; "" does it.
+LIES = {
+    "one number is off": "real(self, i)\nif self.rank == 1: self.whole[i][-1] += 1",
+    # Later than the first six, which say how many calls a sample takes.
+    "every second call does nothing": "n += 1\nif n < 7 or n % 2: real(self, i)",
+    "an earlier result": "n += 1\nif n < 7 or n % 2: real(self, i); kept = self.whole[i].clone()\n"
+    "else: self.whole[i].copy_(kept)",
+    "": "real(self, i)",
+}
+# Each of them in turn, and the bench of context parallelism, in the same ranks.
+BENCHES = """
+import os, runpy, sys
+sys.path.insert(0, os.getcwd())
+import torch.distributed as dist
+from bench import nccl, ranks
+device = ranks.join_ranks("cpu", 60.0)
+ranks.join_ranks, dist.destroy_process_group = lambda *_: device, lambda: None
+real, codes = nccl.Exchange.run, []
+for lie in {lies!r}:
+    n, kept = 0, None
+    body = "".join("    " + line + "\\n" for line in lie.splitlines())
+    exec("def run(self, i):\\n    global n, kept\\n" + body)
+    nccl.Exchange.run = run
+    codes.append(nccl.main(["--mib", "2", "--shrink", "2", "--iters", "3", "--csv", {nccl!r}]))
+with open({nccl!r} + ".codes" + str(dist.get_rank()), "w") as f:
+    print(*codes, file=f)
+sys.argv = ["bench/bench_context_parallel.py", *{argv!r}]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """(folder, rows sent) of two ranks that ran both benches: starting them takes most of the
+    time."""
+    out = tmp_path_factory.mktemp("ranks")
+    argv = [*SMALL, "--iters", "3", "--directions", "fwd,bwd,decode", "--csv", str(out / "cp.csv")]
+    text = BENCHES.format(lies=[*LIES.values()], argv=argv, nccl=str(out / "nccl.csv"))
+    (out / "benches.py").write_text(text)
+    done, rows = ranks(str(out / "benches.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out, rows
+
+
+def test_two_ranks_exchange_and_have_no_number_for_what_did_not_do_its_work(two_ranks):
+    out, rows = two_ranks
+    found = [r for r in rows if r.get("bench") == "nccl"]
+    assert len(found) == 8
+    *lies, right = (found[i : i + 2] for i in range(0, 8, 2))
+    for lie, two in zip(LIES, lies, strict=False):
+        assert [row["median_us"] for row in two] == [None] * 2, lie
+        assert {row["status"] for row in two} <= {"FAILED", "INVALID"}, lie
+    assert lies[0][0]["status"] == "FAILED"
+    why = lies[0][0]["why"][0]
+    assert why.endswith("numbers of the result are wrong, counted over all ranks")
+    # Of a file each: what two ranks print at once can share a line.
+    for rank in range(2):
+        codes = (out / f"nccl.csv.codes{rank}").read_text().split()
+        assert len(codes) == 4 and codes[0] == "1" and codes[-1] == "0"
+    assert [(r["op"], r["mib"], r["world"]) for r in right] == [
+        ("all_reduce", 1, 2), ("all_gather", 1, 2)
+    ]  # fmt: skip
+    for row, share in zip(right, (1.0, 0.5), strict=True):
+        assert row["parity"]["status"] == "PASS" and row["path_taken"] == "gloo"
+        assert row["algbw_gbs"] == pytest.approx(2**20 / row["median_us"] / 1e3)
+        assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * share)
+    assert [r["parity"] for r in read_csv(out / "nccl.csv")] == ["PASS", "PASS"]
+
+
+def test_one_dead_rank_ends_the_others(tmp_path):
+    script = tmp_path / "one.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1': os._exit(7)\n"
+                      "time.sleep(60)\n")  # fmt: skip
+    done, _ = ranks(str(script))
+    assert done.returncode == 7 and "rank 1 of 2 ended with exit code 7" in done.stdout
+
+
+def test_two_ranks_are_checked_and_timed(two_ranks):
+    rows = read_csv(two_ranks[0] / "cp.csv")
     assert [row["direction"] for row in rows] == ["fwd", "bwd", "decode"]
     for row in rows:
         assert row["world"] == "2" and row["parity"] == "PASS" and row["path"] == "reference"

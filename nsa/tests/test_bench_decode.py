@@ -376,20 +376,13 @@ def test_the_second_table_says_whose_time_is_whose_and_what_binds(tmp_path, caps
     head, _, *lines = [[c.strip() for c in t.strip("| ").split(" | ")]
                        for t in table.splitlines() if t.startswith("|")]  # fmt: skip
     first, second = (dict(zip(head, cells, strict=True)) for cells in lines)
-    assert (
-        first
-        | {
-            "B": "1",
-            "eager step launch-bound": "yes",
-            "graph ms [95 %]": "1.0000 [2.0000, 3.0000]",
-            "dense graph ms": "4.0000",
-            "over dense": "5.00 [6.00, 7.00]",
-            "layer eager, wall ms": "8.0000",
-            "layer eager, device ms": "9.0000 [10.0000, 11.0000]",
-            "layer graph ms": "12.0000 [13.0000, 14.0000]",
-        }
-        == first
-    )
+    shown = {
+        "B": "1", "eager step launch-bound": "yes", "graph ms [95 %]": "1.0000 [2.0000, 3.0000]",
+        "dense graph ms": "4.0000", "over dense": "5.00 [6.00, 7.00]",
+        "layer eager, wall ms": "8.0000", "layer eager, device ms": "9.0000 [10.0000, 11.0000]",
+        "layer graph ms": "12.0000 [13.0000, 14.0000]",
+    }  # fmt: skip
+    assert shown.items() <= first.items()
     assert second == first | {"B": "64", "eager step launch-bound": "no"}
 
 

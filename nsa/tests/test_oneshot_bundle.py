@@ -37,14 +37,10 @@ def test_earlier_runs_are_moved_and_three_are_kept(folder):
     assert kept == ["20261122", "20261123", "20261124"]
     assert (folder / "prev" / "20261124" / "report.md").read_text() == "run 4"
     assert bundle.set_aside(folder, "x") is None  # nothing left to move
-
-
-def test_the_same_run_id_twice_overwrites_nothing(folder):
-    bundle.set_aside(folder, "r")
-    (folder / "report.md").write_text("second")
-    bundle.set_aside(folder, "r")
-    texts = {p.read_text() for p in folder.glob("prev/r*/report.md")}
-    assert texts == {"# report\n", "second"}
+    for text in ("first", "second"):  # the same run id twice overwrites nothing
+        (folder / "report.md").write_text(text)
+        bundle.set_aside(folder, "r")
+    assert {p.read_text() for p in folder.glob("prev/r*/report.md")} == {"first", "second"}
 
 
 def test_sums_and_archive_hold_this_run_only(folder):
@@ -98,6 +94,13 @@ def git(root, *args):
     subprocess.run(["git", *identity, *args], cwd=root, check=True, capture_output=True)
 
 
+def committed(sources):
+    git(sources, "init", "-q", "-b", "main")
+    git(sources, "add", ".")
+    git(sources, "commit", "-q", "-m", "one")
+    return checkout.git_facts(sources)
+
+
 @pytest.fixture
 def sources(tmp_path):
     root = tmp_path / "src"
@@ -107,9 +110,7 @@ def sources(tmp_path):
 
 
 def test_git_state(sources):
-    git(sources, "init", "-q", "-b", "main")
-    git(sources, "add", ".")
-    git(sources, "commit", "-q", "-m", "one")
+    committed(sources)
     git(sources, "remote", "add", "origin", "https://alice:pw12345678@git.example.com/o/r.git")
     clean = checkout.git_facts(sources)
     assert clean["dirty"] is False and clean["branch"] == "main"
@@ -240,13 +241,6 @@ def test_a_repository_and_a_worktree_without_git_installed(sources, monkeypatch,
     assert commits() == with_git and own != main
 
 
-def committed(sources):
-    git(sources, "init", "-q", "-b", "main")
-    git(sources, "add", ".")
-    git(sources, "commit", "-q", "-m", "one")
-    return checkout.git_facts(sources)
-
-
 def test_a_given_commit_that_git_does_not_have_is_never_clean(sources, monkeypatch):
     real = committed(sources)
     facts = checkout.git_facts(sources, "deadbeefcafe")
@@ -267,10 +261,10 @@ def test_a_given_name_of_what_is_checked_out_is_that_commit(sources):
         assert checkout.git_facts(sources, name) == real, name
 
 
-@pytest.mark.parametrize(("url", "plain"), [
-    ("git@github.com:o/r.git", "github.com/o/r"),
-    ("https://x:tok@h.example/o/r.git?a=b", "h.example/o/r"),
-    ("ssh://git@h.example:2222/o/r", "h.example/o/r"),
-])  # fmt: skip
-def test_remote_is_host_and_path(url, plain):
-    assert checkout.plain_remote(url) == plain
+def test_remote_is_host_and_path():
+    for url, plain in (
+        ("git@github.com:o/r.git", "github.com/o/r"),
+        ("https://x:tok@h.example/o/r.git?a=b", "h.example/o/r"),
+        ("ssh://git@h.example:2222/o/r", "h.example/o/r"),
+    ):
+        assert checkout.plain_remote(url) == plain

@@ -42,10 +42,7 @@ PLANTED = {f"PLANTED_{n.upper()}_TOKEN": text for n, text in list(CANARIES.items
 }
 SECRETS = (*PRIVATE.values(), "plain-looking-value-4711", "pod-9f8e7d6c5b")
 
-NOT_REDACTED = (
-    r"no SHA256SUMS: .*",
-    r"the redaction gate is 'failed', not clean",
-)
+NOT_REDACTED = r"no SHA256SUMS: .*", r"the redaction gate is 'failed', not clean"
 # What `verify` may say of a run that was cut off, and nothing else.
 CUT_OFF = (
     r"no SHA256SUMS: the run did not come to its end, or was not packed",
@@ -54,6 +51,12 @@ CUT_OFF = (
     r"\w+ in bundle\.json is not what events\.jsonl gives",
     r"report\.md does not begin with the verdict of bundle\.json",  # written before, or after it
 )
+
+
+@pytest.fixture(autouse=True)
+def other_sources(monkeypatch):
+    """The sources that verify are not those of the run: git need not be asked."""
+    monkeypatch.setattr(verify, "git_facts", lambda _: {})
 
 
 @dataclass
@@ -70,9 +73,7 @@ class Case:
     render: bool = False  # the full report, not only the short one
     gpu: bool = False
     told: tuple[str, ...] = ()  # what `verify` must say besides, as patterns
-    ends: dict[str, str] = field(
-        default_factory=dict
-    )  # of stages: status, and kind and signal if asked
+    ends: dict = field(default_factory=dict)  # of stages: status, and kind and signal if asked
     said: tuple[str, ...] = ()  # on the console
     noted: tuple[str, ...] = ()  # in the notes of the report
     logged: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -244,9 +245,29 @@ def blames_no_stage(outcome: Outcome) -> None:
     assert "nothing says that the stage is at fault" in text and "crashes again" not in text
 
 
+def unpacked(outcome: Outcome) -> None:
+    """No archive, and no report that calls the run clean."""
+    assert not list(outcome.out.glob("*.tgz"))
+    assert "redaction FAILED, do not post this" in (outcome.folder / "report.md").read_text()
+    assert not [n for n in ("issue.md", "report.html") if (outcome.folder / n).exists()]
+
+
+def gone(outcome: Outcome, *names: str) -> None:
+    assert not [n for n in names if (outcome.folder / n).exists()]
+    assert set(names) <= set(outcome.bundle["redaction"]["removed_files"])
+
+
+def tried_again(outcome: Outcome, stage: str, mark: str, *more: str) -> None:
+    """It passed at the second attempt, with more arguments, and is marked so alone."""
+    found = outcome.stage(stage)
+    assert (found["status"], found["attempt"]) == ("PASS", 2)
+    assert [name for name in ("half_size", "flaky") if found[name]] == [mark]
+    assert found["argv"][-len(more) :] == list(more)
+
+
 CASES = {
     "every way in which a stage ends": Case(
-        ",".join(ENDINGS), 1, "FAIL", render=True, check=lambda o: every_ending(o),
+        ",".join(ENDINGS), 1, "FAIL", render=True, check=every_ending,
     ),
     "stages that hang, hear no signal or leave grandchildren": Case(
         "hang:1,deaf:1,orphans,bench", 4, "BROKEN",
@@ -257,7 +278,7 @@ CASES = {
     # The supervisor is killed, in a stage and while it packs.
     "killed in a stage": Case(
         "pass,bench", 4, "BROKEN", {"kill": "row:bench"}, exit_code=-9, cut_off=True,
-        check=lambda o: blames_no_stage(o),
+        check=blames_no_stage,
     ),
     "killed in packing": Case(
         "pass,bench", 0, "PASS", {"signal_in": "record.bundle.pack"}, exit_code=-9, cut_off=True,
@@ -290,11 +311,11 @@ CASES = {
     # The runner itself.
     "gate that finds what it cannot clean": Case(
         "pass", 6, "FAIL", {"gates": ["failed", "failed"]}, told=NOT_REDACTED,
-        said=("not packed",), check=lambda o: unpacked(o),
+        said=("not packed",), check=unpacked,
     ),
     "gate that finds something in the reports": Case(
         "pass", 6, "FAIL", {"gates": ["clean", "failed"]}, told=NOT_REDACTED, render=True,
-        said=("redaction FAILED, do not post this",), check=lambda o: unpacked(o),
+        said=("redaction FAILED, do not post this",), check=unpacked,
     ),
     "runner that fails in the midst of a run": Case(
         "pass,slow", 4, "BROKEN", {"fails": "slow"},
@@ -341,26 +362,6 @@ CASES = {
         noted=("Xid 31", "of the program", "Xid 48", "change the box"),
     ),
 }  # fmt: skip
-
-
-def unpacked(outcome: Outcome) -> None:
-    """No archive, and no report that calls the run clean."""
-    assert not list(outcome.out.glob("*.tgz"))
-    assert "redaction FAILED, do not post this" in (outcome.folder / "report.md").read_text()
-    assert not [n for n in ("issue.md", "report.html") if (outcome.folder / n).exists()]
-
-
-def gone(outcome: Outcome, *names: str) -> None:
-    assert not [n for n in names if (outcome.folder / n).exists()]
-    assert set(names) <= set(outcome.bundle["redaction"]["removed_files"])
-
-
-def tried_again(outcome: Outcome, stage: str, mark: str, *more: str) -> None:
-    """It passed at the second attempt, with more arguments, and is marked so alone."""
-    found = outcome.stage(stage)
-    assert (found["status"], found["attempt"]) == ("PASS", 2)
-    assert [name for name in ("half_size", "flaky") if found[name]] == [mark]
-    assert found["argv"][-len(more) :] == list(more)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -475,6 +476,8 @@ def _(tmp: Path) -> None:
     held(PASSED, outcome)
     remote = outcome.bundle["git"]["remote"]
     assert remote.startswith("git.") and remote.endswith("/o/r")
+    text = report.render_text(outcome.bundle, outcome.folder, Shape())  # of a commit as given
+    assert "nothing tells whether the sources are clean" in text
 
 
 def lost_folder(how: str, words: str) -> Callable[[Path], None]:

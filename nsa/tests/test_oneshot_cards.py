@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
 from nsa.tests import oneshot_faults as faults
-from nsa.tests.oneshot_faults import ROOT
 from scripts.oneshot.box import cards, watch
 from scripts.oneshot.box.env import ProbeFailed
 from scripts.oneshot.record.model import RunRecord
@@ -166,28 +160,25 @@ def test_a_wrong_card_is_named_and_the_others_stand(tmp_path):
     assert "CUDA_VISIBLE_DEVICES=1" in (done.folder / "repro" / "sanity_gpu1.sh").read_text()
 
 
-def test_a_lost_card_costs_its_own_stages_only(tmp_path):
-    done = go(tmp_path, 3, broken=(1,))
-    assert ends(done) == {
-        "sanity": "PASS", "health": "PASS", "health_gpu1": "INFRA", "sanity_gpu1": "NOT_RUN",
-        "health_gpu2": "PASS", "sanity_gpu2": "PASS", "nccl": "PASS", "later": "PASS",
-    }, done.console  # fmt: skip
+@pytest.mark.parametrize(("count", "how", "other", "says"), [
+    (3, dict(broken=(1,)), {"health_gpu1": "INFRA", "sanity_gpu1": "NOT_RUN"},
+     {"health_gpu1": "GPU 1 is lost"}),
+    # Its stage is killed and nvidia-smi no longer knows card 1.
+    (2, dict(bad="1:killed"), {"sanity_gpu1": "CRASH", "nccl": "NOT_RUN"},
+     {"nccl": "GPU 1: it does not answer after sanity_gpu1"}),
+], ids=["lost", "dies in a stage"])  # fmt: skip
+def test_a_card_that_does_not_answer_costs_its_own_stages_only(count, how, other, says, tmp_path):
+    done = go(tmp_path, count, **how)
+    names = ["sanity", "health", "nccl", "later"]
+    names += [f"{n}_gpu{i}" for n in ("health", "sanity") for i in range(1, count)]
+    assert ends(done) == dict.fromkeys(names, "PASS") | other, done.console
     assert done.code == 4
-    assert "broken: health_gpu1 (GPU 1)" in done.bundle["verdict"]["one_line"]
-    lost = done.stage("health_gpu1")
-    assert lost["kind"] == "GPU_LOST" and "GPU 1 is lost" in lost["reason"]
-    assert "nccl/0,2" in {r["case"] for r in done.bundle["parity"]}
-
-
-def test_a_card_that_dies_in_a_stage_is_not_used_again(tmp_path):
-    """Its stage is killed and nvidia-smi no longer knows card 1; the others go on without it."""
-    done = go(tmp_path, 2, bad="1:killed")
-    assert ends(done) == {
-        "sanity": "PASS", "health": "PASS", "health_gpu1": "PASS", "sanity_gpu1": "CRASH",
-        "nccl": "NOT_RUN", "later": "PASS",
-    }, done.console  # fmt: skip
-    assert done.code == 4 and "GPU 1: it does not answer after sanity_gpu1" in done.console
-    assert done.stage("nccl")["reason"].startswith("GPU 1: it does not answer")
+    for name, words in says.items():
+        assert words in done.stage(name)["reason"]
+    if "broken" in how:
+        assert "broken: health_gpu1 (GPU 1)" in done.bundle["verdict"]["one_line"]
+        assert done.stage("health_gpu1")["kind"] == "GPU_LOST"
+        assert "nccl/0,2" in {r["case"] for r in done.bundle["parity"]}
 
 
 def test_no_card_that_answers_is_no_gpu(monkeypatch):
@@ -291,105 +282,20 @@ def watched(several, *answers):
 TWO = [cards.Card(0, "GPU-a"), cards.Card(1, "GPU-b")]
 
 
-def test_growth_of_nvlink_errors_is_told():
-    more = LINKS.replace("CRC Errors: 4", "CRC Errors: 9").replace("events: 1", "events: 2")
-    more = more.replace("packets: 11", "packets: 99").replace("- 0: 3", "- 0: 4")
-    assert watched(TWO, LINKS, more) == [
+GREW = LINKS.replace("CRC Errors: 4", "CRC Errors: 9").replace("events: 1", "events: 2")
+GREW = GREW.replace("packets: 11", "packets: 99").replace("- 0: 3", "- 0: 4")
+QUIET = ("info", "NVLink: none of 4 error counters grew")
+FAILED = ProbeFailed("nvidia-smi ended with 15")
+UNKNOWN = ("info", "NVLink errors are not known (nvidia-smi ended with 15)")
+
+
+@pytest.mark.parametrize(("several", "answers", "told"), [
+    (TWO, (LINKS, GREW), [
         ("warn", "NVLink counted errors during the run: GPU 0 Link 17 CRC Errors +5, "
-                 "GPU 1 Link 0 Link recovery failed events +1")
-    ]  # fmt: skip
-
-
-def test_nvlink_is_quiet_where_it_has_nothing_to_say():
-    assert watched(TWO, LINKS, LINKS) == [("info", "NVLink: none of 4 error counters grew")]
-    assert watched(TWO, "", "") == [] == watched([], LINKS, LINKS)
-    reset = LINKS.replace("Errors: 4", "Errors: 0")  # the counters began anew
-    assert watched(TWO, LINKS, reset) == [("info", "NVLink: none of 4 error counters grew")]
-    lost = ProbeFailed("nvidia-smi ended with 15")
-    why = ("info", "NVLink errors are not known (nvidia-smi ended with 15)")
-    assert watched(TWO, lost) == [why] == watched(TWO, LINKS, lost)
-
-
-# ---- NCCL and the start of ranks -----------------------------------------------------------------
-
-
-def ranks(*command, variables=None):
-    rows_read, rows_write = os.pipe()
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.oneshot.run.ranks", "-n", "2", *command], cwd=ROOT,
-        capture_output=True, text=True, timeout=100, pass_fds=(rows_write,),
-        env={**os.environ, "NSA_RESULT_FD": str(rows_write), "CUDA_VISIBLE_DEVICES": "",
-             **(variables or {})},
-    )  # fmt: skip
-    os.close(rows_write)
-    with os.fdopen(rows_read) as f:
-        return done, [json.loads(line) for line in f]
-
-
-# Ways in which an exchange does not do its work; "" does it.
-LIES = {
-    "": "real(self, i)",
-    "one number is off": "real(self, i)\nif self.rank == 1: self.whole[i][-1] += 1",
-    # Later than the first six, which say how many calls a sample takes.
-    "every second call does nothing": "n += 1\nif n < 7 or n % 2: real(self, i)",
-    "an earlier result": "n += 1\nif n < 7 or n % 2: real(self, i); kept = self.whole[i].clone()\n"
-    "else: self.whole[i].copy_(kept)",
-}
-# Each of them in turn in the same ranks: starting processes takes most of the time.
-EXCHANGES = """
-import sys
-sys.path.insert(0, {root!r})
-import torch.distributed as dist
-from bench import nccl, ranks
-device, destroy = ranks.join_ranks("cpu", 60.0), dist.destroy_process_group
-ranks.join_ranks, dist.destroy_process_group = lambda *_: device, lambda: None
-real, codes = nccl.Exchange.run, []
-for lie in {lies!r}:
-    n, kept = 0, None
-    body = "".join("    " + line + "\\n" for line in lie.splitlines())
-    exec("def run(self, i):\\n    global n, kept\\n" + body)
-    nccl.Exchange.run = run
-    codes.append(nccl.main(["--mib", "2", "--shrink", "2", "--iters", "3", "--csv", {csv!r}]))
-with open({csv!r} + ".codes" + str(dist.get_rank()), "w") as f:
-    print(*codes, file=f)
-destroy()
-ranks.leave_ranks(0)
-"""
-
-
-def test_two_ranks_exchange_and_have_no_number_for_what_did_not_do_its_work(tmp_path):
-    script, target = tmp_path / "exchanges.py", tmp_path / "nccl.csv"
-    text = EXCHANGES.format(root=str(ROOT), lies=[*list(LIES.values())[1:], LIES[""]],
-                            csv=str(target))  # fmt: skip
-    script.write_text(text)
-    done, rows = ranks(str(script))
-    bench = [r for r in rows if r["kind"] == "bench"]
-    assert done.returncode == 0 and len(bench) == 8, done.stdout + done.stderr
-    *lies, right = (bench[i : i + 2] for i in range(0, 8, 2))
-    for lie, two in zip(list(LIES)[1:], lies, strict=True):
-        assert [row["median_us"] for row in two] == [None] * 2, lie
-        assert {row["status"] for row in two} <= {"FAILED", "INVALID"}, lie
-    assert lies[0][0]["status"] == "FAILED"
-    why = lies[0][0]["why"][0]
-    assert why.endswith("numbers of the result are wrong, counted over all ranks")
-    # Of a file each: what two ranks print at once can share a line.
-    for rank in range(2):
-        codes = (tmp_path / f"nccl.csv.codes{rank}").read_text().split()
-        assert len(codes) == 4 and codes[0] == "1" and codes[-1] == "0"
-    assert [(r["op"], r["mib"], r["world"]) for r in right] == [
-        ("all_reduce", 1, 2), ("all_gather", 1, 2)
-    ]  # fmt: skip
-    for row, share in zip(right, (1.0, 0.5), strict=True):
-        assert row["parity"]["status"] == "PASS" and row["path_taken"] == "gloo"
-        assert row["algbw_gbs"] == pytest.approx(2**20 / row["median_us"] / 1e3)
-        assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * share)
-    with target.open() as f:
-        assert [r["parity"] for r in csv.DictReader(f)] == ["PASS", "PASS"]
-
-
-def test_one_dead_rank_ends_the_others(tmp_path):
-    script = tmp_path / "one.py"
-    script.write_text("import os, time\nif os.environ['RANK'] == '1': os._exit(7)\n"
-                      "time.sleep(60)\n")  # fmt: skip
-    done, _ = ranks(str(script))
-    assert done.returncode == 7 and "rank 1 of 2 ended with exit code 7" in done.stdout
+                 "GPU 1 Link 0 Link recovery failed events +1")]),
+    (TWO, (LINKS, LINKS), [QUIET]), (TWO, ("", ""), []), ([], (LINKS, LINKS), []),
+    (TWO, (LINKS, LINKS.replace("Errors: 4", "Errors: 0")), [QUIET]),  # the counters began anew
+    (TWO, (FAILED,), [UNKNOWN]), (TWO, (LINKS, FAILED), [UNKNOWN]),
+])  # fmt: skip
+def test_growth_of_nvlink_errors_is_told(several, answers, told):
+    assert watched(several, *answers) == told

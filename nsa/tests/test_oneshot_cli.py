@@ -16,6 +16,7 @@ from nsa.tests import oneshot_faults as faults
 from nsa.tests.oneshot_faults import ROOT, Outcome, go
 from nsa.tests.oneshot_samples import write_sample
 from scripts import setup_env
+from scripts.oneshot.__main__ import main
 from scripts.oneshot.box.checkout import git_facts
 from scripts.oneshot.compare import verify
 from scripts.oneshot.record.journal import Journal
@@ -23,13 +24,6 @@ from scripts.oneshot.record.outputs import scp_line
 from scripts.oneshot.run import attach, runner, stages
 from scripts.oneshot.run.arguments import seconds
 from scripts.oneshot.run.lock import Lock, folder_lock, gpu_lock
-
-
-def verb(*args, **kwargs):
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.oneshot", *args], cwd=ROOT, capture_output=True, text=True,
-        timeout=60, **kwargs,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("with_git", [True, False])
@@ -65,10 +59,9 @@ def test_sources_edited_during_the_run_are_not_clean(with_git, tmp_path):
 
 def test_budget_skips_and_says_so(tmp_path):
     done = go(tmp_path, "pass,hang", "--budget", "11s")
-    bundle = done.bundle
-    assert done.code == 3 and bundle["ended_by"] == "budget", done.console
+    assert done.code == 3 and done.bundle["ended_by"] == "budget", done.console
     assert done.stage("hang")["kind"] == "BUDGET"
-    assert "; its budget was spent; 0/0 tests; " in bundle["verdict"]["one_line"]
+    assert "; its budget was spent; 0/0 tests; " in done.bundle["verdict"]["one_line"]
 
 
 def test_a_stage_gets_arguments_from_one_that_passed_and_only_makes_a_partial_run(tmp_path):
@@ -81,21 +74,27 @@ def test_a_stage_gets_arguments_from_one_that_passed_and_only_makes_a_partial_ru
     assert "partial run (--skip raise)" in done.bundle["verdict"]["one_line"]
 
 
-def test_unknown_flag_of_the_caller_blocks(tmp_path):
+def test_what_stands_in_the_way_of_a_run_is_named(tmp_path):
     done = go(tmp_path, "pass", env={"NSA_USE_TRITONSEL": "1"})
     assert done.code == 3 and "NSA_USE_TRITON_SEL" in done.console
     assert done.stage("pass")["status"] == "NOT_RUN"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "abc1234").write_text("x")  # in the place of the folder
+    done = go(tmp_path / "out", "pass")
+    (line,) = done.console.splitlines()
+    assert done.code == 4 and "the runner itself failed" in line and "abc1234" in line
 
 
 @pytest.mark.parametrize("argv", [
     ["--profile", "huge"], ["--budget", "soon"], ["--only", "nonsense"], ["a", "b"],
-    ["--commit", "../../etc"], ["--resume=yes"], ["--price", "nan"], ["--price", "-1"],
-    ["--price", "inf"], ["--gpus", "7", "--profile", "cpu"], ["--dry"],
+    ["--budget", "0"], ["--commit", "../../etc"], ["--resume=yes"], ["--price", "nan"],
+    ["--price", "-1"], ["--price", "inf"], ["--gpus", "7", "--profile", "cpu"], ["--dry"],
 ])  # fmt: skip
 def test_usage_errors(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         raise SystemExit(runner.main(["--dry-run", *argv]))
     assert stop.value.code == 2 and capsys.readouterr().err
+    assert [seconds(t) for t in ("15m", "1h", "90s", "45")] == [900, 3600, 90, 45]
 
 
 @pytest.mark.parametrize("argv, told", [
@@ -112,11 +111,10 @@ def test_an_option_given_by_the_environment_is_told_to_mean_nothing(
     assert [x.split()[0] for x in said] == told
 
 
-def test_verbs():
-    assert verb("fly").returncode == 2
-    assert verb("--help").returncode == 0
-    done = verb("run", "--dry-run", "--profile", "cpu")
-    assert done.returncode == 0 and "train_showcase" in done.stdout
+def test_verbs(capsys):
+    assert main(["fly"]) == 2 and main(["--help"]) == 0
+    assert main(["run", "--dry-run", "--profile", "cpu"]) == 0
+    assert "train_showcase" in capsys.readouterr().out
 
 
 def test_gpus_without_a_gpu_are_a_usage_error(monkeypatch, capsys):
@@ -128,14 +126,6 @@ def test_gpus_without_a_gpu_are_a_usage_error(monkeypatch, capsys):
     for profile in ("auto", "quick"):
         assert runner.main(["--gpus", "7", "--profile", profile, "--dry-run"]) == 2
         assert "'7', but no NVIDIA hardware is visible" in capsys.readouterr().err
-
-
-def test_a_file_in_the_place_of_the_folder(tmp_path):
-    (tmp_path / "abc1234").write_text("x")
-    done = go(tmp_path, "pass")
-    assert done.code == 4
-    (line,) = done.console.splitlines()
-    assert "the runner itself failed" in line and "abc1234" in line
 
 
 @pytest.mark.parametrize("profile", stages.PROFILES)
@@ -178,28 +168,14 @@ def test_gpu_profile_without_a_gpu_says_not_run(tmp_path):
     assert done.stdout.rstrip().endswith("exit code 3")
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [(["--only", "nope"], "no stage 'nope'"), (["--budget", "0"], "a time such as 15m"),
-     (["a", "b"], "unrecognized arguments: b"),
-     (["--profile", "cpu", "--skip", "fa2_bench"], "no stage")],
-)  # fmt: skip
-def test_a_usage_error_is_found_before_anything_is_installed(argv, says, monkeypatch, capsys):
-    monkeypatch.setattr(setup_env, "choose", lambda: pytest.fail("it would install"))
-    assert setup_env.run_report(argv) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_arguments_that_are_right_go_on_to_the_installation(monkeypatch):
+def test_a_usage_error_is_found_before_anything_is_installed(monkeypatch, capsys):
     monkeypatch.setattr(setup_env, "choose", lambda: 1 / 0)
+    for argv, says in ((["a", "b"], "unrecognized arguments: b"), (["--only", "x"], "no stage 'x'"),
+                       (["--profile", "cpu", "--skip", "fa2_bench"], "no stage")):  # fmt: skip
+        assert setup_env.run_report(argv) == 2
+        assert says in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):
         setup_env.run_report(["--profile", "cpu", "--only", "sanity", "--budget", "9m"])
-
-
-def test_attach_follows_to_the_verdict(tmp_path):
-    write_sample(tmp_path / "8ac3f21", "all_pass")
-    done = verb("attach", str(tmp_path))
-    assert done.returncode == 0 and "triton_fwd PASS" in done.stdout
 
 
 def test_detach_says_what_came_of_it(tmp_path, capsys, monkeypatch):
@@ -233,7 +209,10 @@ def test_detach_says_what_came_of_it(tmp_path, capsys, monkeypatch):
     assert code == 0 and said.startswith("waiting as process 4711")
 
 
-def test_attach_once_says_that_a_run_is_running(tmp_path, capsys):
+def test_attach_follows_to_the_verdict_and_says_once_that_a_run_is_running(tmp_path, capsys):
+    write_sample(tmp_path / "passed" / "8ac3f21", "all_pass")
+    assert attach.main([str(tmp_path / "passed")]) == 0
+    assert "triton_fwd PASS" in capsys.readouterr().out
     write_sample(tmp_path / "8ac3f21", "crash")  # its journal ends in the midst of triton_bwd
     lock = folder_lock(tmp_path, "8ac3f21")
     lock.acquire()
@@ -241,10 +220,6 @@ def test_attach_once_says_that_a_run_is_running(tmp_path, capsys):
     assert capsys.readouterr().out.rstrip().endswith("running: stage 5 of 11, triton_bwd")
     lock.release()
     assert attach.main([str(tmp_path), "--once"]) == 4
-
-
-def test_times():
-    assert [seconds(t) for t in ("15m", "1h", "90s", "45")] == [900, 3600, 90, 45]
 
 
 def test_scp_line_is_made_of_what_the_box_says():

@@ -1,4 +1,4 @@
-"""What a person at the terminal sees: the live line, the last lines, `make help`."""
+"""What a person at the terminal sees: the live line and the last lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import struct
 import subprocess
 import termios
@@ -19,7 +18,6 @@ import pytest
 
 from nsa.tests.oneshot_faults import ROOT, command, environment, fake_gpu
 from scripts.oneshot.record.model import Stage
-from scripts.oneshot.run.arguments import parser
 from scripts.oneshot.run.progress import Progress
 
 
@@ -69,21 +67,6 @@ def test_run_on_a_terminal(tmp_path):
     assert "you are paying until you destroy the box" in last
     everything = b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file())
     assert b"203.0.113.2" not in everything and b"\x1b" not in everything
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
-def test_make_help_shows_everything():
-    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^([a-z-]+):", makefile, re.M):
-        assert re.search(rf"^{target} ", done.stdout, re.M), target
-    for variable in [*re.findall(r"^([A-Z]+) \?=", makefile, re.M), "OUT"]:
-        assert f"{variable}=" in done.stdout, variable
-    for verb in ("doctor", "attach", "render", "compare", "verify"):
-        assert f"scripts.oneshot {verb} " in done.stdout
-    options = {o for action in parser()._actions for o in action.option_strings}
-    assert set(re.findall(r"(?<!\w)--[a-z-]+", done.stdout)) <= options
-    assert "#:" not in done.stdout
 
 
 def test_how_long_the_run_will_take_yet(monkeypatch):

@@ -35,10 +35,14 @@ def examine(tmp_path, torch=None, device=None, git=None, environ=None, gpu=True)
     return {c.name: c for c in doctor.examine(doctor.Box(gpu, tmp_path, *facts, environ or {}))}
 
 
-def test_a_good_box_is_not_blocked(tmp_path):
+def test_a_good_box_is_not_blocked_and_code_that_runs_before_ours_is_told(tmp_path):
     assert not [c for c in examine(tmp_path).values() if c.level == "BLOCK"]
     quiet = examine(tmp_path, {"startup": []}, environ={"PYTHONPATH": "/x/.deps/cp311"})
-    assert "startup" not in quiet
+    assert "startup" not in quiet and "startup" not in examine(tmp_path, environ={})
+    environ = {"PYTHONPATH": "/p", "PYTHONSTARTUP": "/s"}
+    check = examine(tmp_path, {"startup": ["/a/sitecustomize.py"]}, environ=environ)["startup"]
+    said = "PYTHONPATH has /p; PYTHONSTARTUP is set; /a/sitecustomize.py runs"
+    assert check.level == "WARN" and check.text.partition(": ")[2] == said
 
 
 def test_the_guide_quotes_the_doctor(tmp_path, monkeypatch):
@@ -118,14 +122,6 @@ def test_without_hardware_the_fix_is_to_pass_a_gpu_through(tmp_path):
     assert check.level == "BLOCK" and "--gpus all" in check.fix and "restart" not in check.fix
     there = {**NO_GPU, "reason": "nvidia-smi did not answer", "hardware": "PCI"}
     assert "restart the box" in examine(tmp_path, device=there)["driver"].fix
-
-
-def test_code_that_runs_before_ours_is_told(tmp_path):
-    assert "startup" not in examine(tmp_path, environ={})
-    environ = {"PYTHONPATH": "/p", "PYTHONSTARTUP": "/s"}
-    check = examine(tmp_path, {"startup": ["/a/sitecustomize.py"]}, environ=environ)["startup"]
-    said = "PYTHONPATH has /p; PYTHONSTARTUP is set; /a/sitecustomize.py runs"
-    assert check.level == "WARN" and check.text.partition(": ")[2] == said
 
 
 def test_a_check_that_fails_itself_is_named(tmp_path, monkeypatch):

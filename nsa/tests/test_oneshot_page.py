@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("jinja2", reason="the report needs jinja2")
 
 from nsa.tests.oneshot_samples import SAMPLES, write_sample
-from nsa.tests.test_oneshot_report import hostile as hostile
+from nsa.tests.test_oneshot_report import write_hostile
 from scripts.oneshot.record import markdown
 from scripts.oneshot.record.reading import rebuild
 from scripts.oneshot.report import page
@@ -82,9 +82,10 @@ def inert(text):
 @pytest.mark.parametrize("name", SAMPLES)
 def test_page_is_self_contained_and_says_what_report_md_says(tmp_path, name):
     write_sample(tmp_path, name)
-    report.render(tmp_path)
-    seen = inert((tmp_path / "report.html").read_text(encoding="utf-8"))
-    words = (tmp_path / "report.md").read_text(encoding="utf-8")
+    data = rebuild(tmp_path)[0]
+    words, html = report.render_text(data, tmp_path, Shape()), report.render_page(data, tmp_path)
+    assert name != "cpu" or "<title>PASS - 8ac3f21 on a CPU</title>" in html
+    seen = inert(html)
     rows = [" ".join(" | ".join(row).split()) for row in seen.rows]
     missing = []
     for line in re.findall(r"^\| ([^|\s].*) \|$", words, re.M):
@@ -94,21 +95,15 @@ def test_page_is_self_contained_and_says_what_report_md_says(tmp_path, name):
         elif " ".join(" | ".join(values).split()) not in rows:
             missing.append(line)
     assert not missing
-    assert rebuild(tmp_path)[0]["verdict"]["one_line"] in seen.text
+    assert data["verdict"]["one_line"] in seen.text
 
 
-def test_the_title_of_a_cpu_run_says_so(tmp_path):
-    write_sample(tmp_path, "cpu")
-    data = rebuild(tmp_path)[0]
-    assert "<title>PASS - 8ac3f21 on a CPU</title>" in report.render_page(data, tmp_path)
-
-
-def test_hostile_records_stay_text(hostile):
+def test_hostile_records_stay_text(tmp_path):
+    write_hostile(tmp_path)
     for name in ("triton_bwd", "sel_bench", "decode_bench"):
-        path = hostile / "logs" / f"{name}.log"
+        path = tmp_path / "logs" / f"{name}.log"
         path.write_bytes(path.read_bytes() + "\n".join(ATTACKS).encode() + b"\nError: </pre>\n")
-    report.render(hostile)
-    seen = inert((hostile / "report.html").read_text(encoding="utf-8"))
+    seen = inert(report.render_page(rebuild(tmp_path)[0], tmp_path))
     assert "<script>alert(1)</script>" in seen.text  # shown, not run
     assert "</pre></code></td>" in seen.text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", seen.text)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench import bench_decode, bench_fa2, bench_prefill, bench_sel_triton
 from bench.records import shrunk
 from nsa.tests.oneshot_faults import FAKE_PYNVML
 from scripts.oneshot.box import watch as watch_module
@@ -53,16 +54,14 @@ def heard(listener, n, limit_s=3.0):
     return found
 
 
-def test_events_come_in_order_and_end_with_a_lost_gpu(nvml):
+def test_events_come_in_order_and_end_with_a_lost_gpu_or_when_told(nvml):
     nvml.events += [13, 48, "ecc", 31, "lost", 94]
     listener = XidListener("GPU-1")
     listener.start()
     assert [x.number for x in heard(listener, 5)] == [13, 48, 48, 31, 79]
     listener.join(2.0)
     assert not listener.is_alive() and listener.problem is None and listener.take() == []
-
-
-def test_listener_ends_when_told(nvml):
+    nvml.events.clear()
     listener = XidListener(None)
     listener.start()
     assert listener.is_alive() and listener.take() == []
@@ -70,27 +69,24 @@ def test_listener_ends_when_told(nvml):
     assert not listener.is_alive()
 
 
-@pytest.mark.parametrize("missing", ["nvmlEventSetCreate", "nvmlInit", "nvmlDeviceRegisterEvents"])
-def test_a_box_without_events_is_no_fault(nvml, missing):
+@pytest.mark.parametrize(("missing", "says"), [
+    *((name, "Not Supported") for name in
+      ("nvmlEventSetCreate", "nvmlInit", "nvmlDeviceRegisterEvents")),
+    ("types", "no Xid events"), ("pynvml", "pynvml"),
+])  # fmt: skip
+def test_a_box_without_events_is_no_fault(nvml, missing, says, monkeypatch):
     def fails(*_):
         raise nvml.NVMLError("Not Supported")
 
-    setattr(nvml, missing, fails)
-    listener = XidListener("GPU-1")
-    listener.start()
-    listener.join(2.0)
-    assert "Not Supported" in listener.problem and listener.take() == []
-
-
-def test_no_event_type_and_no_module(nvml, monkeypatch):
-    nvml.nvmlDeviceGetSupportedEventTypes = lambda handle: 0
+    if missing == "pynvml":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    elif missing == "types":
+        nvml.nvmlDeviceGetSupportedEventTypes = lambda handle: 0
+    else:
+        setattr(nvml, missing, fails)
     listener = XidListener("GPU-1")
     listener.run()
-    assert "no Xid events" in listener.problem
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    listener = XidListener("GPU-1")
-    listener.run()
-    assert "pynvml" in listener.problem
+    assert says in listener.problem and listener.take() == []
 
 
 def test_a_report_says_once_that_nothing_can_be_heard(nvml):
@@ -176,24 +172,16 @@ def test_sizes_are_halved_and_said(capsys):
     assert shrunk("--S_list", [8192, 32768], 2, 64) == [4096, 16384]
     assert "--S_list is 4096,16384 here instead of 8192,32768" in capsys.readouterr().err
     assert shrunk("--S_list", [64, 100], 2, 64) == [64]  # never below one block, none twice
-    assert shrunk("--N", [1], 2) == [1]
-    assert shrunk("--N", [7, 8], 1) == [7, 8]
-
-
-@pytest.mark.parametrize(("module", "argv", "got"), [
-    ("bench_sel_triton", ["--N", "256", "--L_list", "64,128"], ("N", [128])),
-    ("bench_prefill", ["--S_list", "8192"], ("S_list", [4096])),
-    ("bench_fa2", ["--S_list", "512,2048"], ("S_list", [256, 1024])),
-    ("bench_decode", ["--dim", "64"], ("shrink", 2)),
-])  # fmt: skip
-def test_benches_take_it(module, argv, got):
-    import importlib
-
-    bench = importlib.import_module(f"bench.{module}")
-    found = getattr(bench.parse([*argv, "--shrink", "2"]), got[0])
-    assert found == got[1]
-    with pytest.raises(SystemExit):
-        bench.parse([*argv, "--shrink", "0"])
+    assert shrunk("--N", [1], 2) == [1] and shrunk("--N", [7, 8], 1) == [7, 8]
+    for bench, argv, name, got in (
+        (bench_sel_triton, "--N 256 --L_list 64,128", "N", [128]),
+        (bench_prefill, "--S_list 8192", "S_list", [4096]),
+        (bench_fa2, "--S_list 512,2048", "S_list", [256, 1024]),
+        (bench_decode, "--dim 64", "shrink", 2),
+    ):
+        assert getattr(bench.parse([*argv.split(), "--shrink", "2"]), name) == got
+        with pytest.raises(SystemExit):
+            bench.parse([*argv.split(), "--shrink", "0"])
 
 
 def test_a_bench_without_a_case_that_fits_is_out_of_memory():
