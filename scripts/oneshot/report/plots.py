@@ -124,7 +124,8 @@ def draw(data: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
                     path.unlink()  # of an earlier rendering
                 continue
             image = io.BytesIO()
-            figure.savefig(image, format="svg", transparent=True, metadata={"Date": None})
+            unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            figure.savefig(image, format="svg", transparent=True, metadata=unsaid)
         write_atomic(path, image.getvalue().decode("utf-8"))
         out.append((title, f"plots/{name}"))
     return out
