@@ -110,7 +110,9 @@ def _own_words() -> tuple[str, frozenset[str]]:
             with suppress(OSError):
                 text = path.read_text(encoding="utf-8")
                 if path.suffix == ".py":
-                    text = re.sub(r'""".*?"""|#[^\n]*', "", text, flags=re.S)
+                    text = re.sub(r"^\s*#.*", "", text, flags=re.M)
+                    # A raw text is no docstring: it is a table, as in shapes.py.
+                    text = re.sub(r'(r""".*?""")|""".*?"""|#[^\n]*', r"\1", text, flags=re.S)
                 words.update(re.findall(r"[A-Za-z_][\w./-]*", text))
     names = {n for word in words for cut in (r"\W+", r"[\W_]+") for n in re.split(cut, word)}
     return "\n".join(sorted(words)).lower(), frozenset(name.lower() for name in names)
