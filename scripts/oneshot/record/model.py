@@ -36,12 +36,10 @@ from typing import Any
 
 from scripts.oneshot.record import judge
 from scripts.oneshot.record.judge import Status
-from scripts.oneshot.record.rows import is_number, test_counts, why_no_row
+from scripts.oneshot.record.rows import grouped, is_number, test_counts, why_no_row
 from scripts.oneshot.record.score import score
 
 SCHEMA = "nsa.gpu-report/1"
-
-
 PLANNED = ("id", "title", "required", "group", "timeout_s", "argv")  # and gpus, if it has any
 SHARDS = "scripts.oneshot.run.shards"  # module that runs a stage's tests in several processes
 
@@ -167,10 +165,8 @@ class StageResult:
         out = asdict(self)
         out["status"] = self.status.value
         out["argv"] = list(self.argv)
-        out["gpus"] = list(self.gpus)
-        if not self.gpus:
-            del out["gpus"]
-        return out
+        gpus = list(out.pop("gpus"))
+        return {**out, "gpus": gpus} if gpus else out
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StageResult:
@@ -229,6 +225,10 @@ def check_fact(name: str, value: Any, wanted: Any) -> None:
         check_type("a section of env", section, dict)
 
 
+def _without_kind(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "kind"}
+
+
 @dataclass
 class RunRecord:
     """Everything known about one run so far. Built only by `apply`, in journal order."""
@@ -279,21 +279,18 @@ class RunRecord:
             if lacks := why_no_row(row):
                 raise ValueError(lacks)
             if row["kind"] == "health":
-                self._take_health({k: v for k, v in row.items() if k != "kind"})
+                self._take_health(_without_kind(row))
             elif row["kind"] == "recommend":
-                self.recommend = {k: v for k, v in row.items() if k != "kind"}
+                self.recommend = _without_kind(row)
             self.rows.setdefault(event["stage"], []).append(row)
         elif kind == "stage_end":
             result = StageResult.from_json(event["result"])
             self.results[result.id] = result
             self.running = None
-        elif kind == "note":
-            self.run_notes.append(
-                {"level": event.get("level", "info"), "text": event.get("text", ""), "stage": None}
-            )
-        elif kind == "xid":
-            level = "warn" if event.get("critical") else "info"
-            stage = event.get("stage")
+        elif kind in ("note", "xid"):
+            level, stage = event.get("level", "info"), None
+            if kind == "xid":
+                level, stage = "warn" if event.get("critical") else "info", event.get("stage")
             self.run_notes.append({"level": level, "text": event.get("text", ""), "stage": stage})
         elif kind == "redaction":
             check_type("summary", event["summary"], dict)
@@ -355,7 +352,7 @@ class RunRecord:
     def rows_of(self, *kinds: str) -> list[dict[str, Any]]:
         """Every row of these kinds in plan order, each with its stage."""
         return [
-            {**{k: v for k, v in row.items() if k != "kind"}, "stage": stage}
+            {**_without_kind(row), "stage": stage}
             for stage, rows in self.rows.items()
             for row in rows
             if row["kind"] in kinds
@@ -364,11 +361,7 @@ class RunRecord:
     def to_bundle(self) -> dict[str, Any]:
         """The object of bundle.json; see the module's docstring."""
         stages = self.stage_results()
-        resumed: dict[str, list[str]] = {}
-        for stage in stages:
-            if stage.resumed_from:
-                resumed.setdefault(stage.resumed_from, []).append(stage.id)
-        notes = [*self.run_notes, *self.rows_of("note")]
+        resumed = grouped((s for s in stages if s.resumed_from), lambda s: s.resumed_from)
         return {
             "schema": SCHEMA,
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
@@ -381,9 +374,9 @@ class RunRecord:
             "parity": self.rows_of("parity"),
             "bench": self.rows_of("bench"),
             "metrics": self.rows_of("metric"),
-            "notes": notes,
+            "notes": [*self.run_notes, *self.rows_of("note")],
             "artifacts": self.rows_of("artifact"),
-            "resumed": resumed,
+            "resumed": {run: [stage.id for stage in mine] for run, mine in resumed.items()},
             "redaction": self.redaction,
             "files": [],
         }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scripts.oneshot.record.markdown import cell, code, is_interval, num, pct, us, us_ci
-from scripts.oneshot.record.rows import NUMBERED, is_number
+from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
 from scripts.oneshot.report.blocks import Bar, Head, Shape, Table, View
 
 ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where it did not run
@@ -35,7 +35,7 @@ SIZES = (
     ("query and key head size", ("dk", "D")), ("value head size", ("dv", "Dv")), ("l", ("l",)),
     ("d", ("d",)), ("l_sel", ("l_sel",)), ("n_sel", ("n_sel",)), ("window", ("w",)),
 )  # fmt: skip
-VARIED = (("sequences", ("B",)), ("dtype", ("dtype",)))
+VARIED = (("sequences", "B"), ("dtype", "dtype"))
 NAMED_BY_CASE = ("sel", "nccl")  # the case says every size
 COLUMNS = ("case", "status", "time", "baseline", "speedup", "path", "ceiling", "notes")
 ISSUE_COLUMNS = ("case", "status", "time", "baseline", "speedup", "why")
@@ -222,13 +222,10 @@ def problem(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line per problem that `rows` measured: its sizes, and what varies between its rows."""
-    groups: dict[tuple, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(problem(row), []).append(row)
-    out = []
+    groups, out = grouped(rows, problem), []
     for sizes, mine in groups.items():
         parts = list(sizes)
-        for words, (name,) in VARIED:
+        for words, name in VARIED:
             values = dict.fromkeys(num(r[name]) for r in mine if r.get(name) is not None)
             parts += [f"{words} {', '.join(values)}"] if values else []
         if parts:
@@ -276,9 +273,7 @@ def worst_of(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 def parity_ops(rows: Sequence[Mapping[str, Any]], shape: Shape) -> Iterator[list[Any]]:
     """Per operator: how many cases passed, and the one nearest to its limit."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(str(row.get("op") or "other"), []).append(row)
+    groups = grouped(rows, lambda row: str(row.get("op") or "other"))
     for op, mine in list(groups.items())[: shape.rows]:
         worst = worst_of(mine)
         view = parity_view(worst, shape.text) if worst else dict.fromkeys(PARITY, "-")

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.records import MIN_SPEEDUP, carries
 from scripts.oneshot.record.markdown import cell, code, is_interval
-from scripts.oneshot.record.rows import NUMBERED, is_number
+from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
 from scripts.oneshot.report.blocks import Section, Table, View, paragraphs
 from scripts.oneshot.report.evidence import bench_blocks, rough_ratio
 
@@ -118,12 +118,9 @@ FA2_SETTINGS = (
 def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The proposed minimum lengths of FA-2, in keys, for Triton off and on, and what was measured
     per branch, baseline and length."""
-    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row.get("bench") == "fa2" and isinstance(row.get("key_len"), int):
-            key = (str(row.get("branch")), str(row.get("baseline")), row["key_len"])
-            groups.setdefault(key, []).append(row)
-    evidence = []
+    of_fa2 = [r for r in rows if r.get("bench") == "fa2" and isinstance(r.get("key_len"), int)]
+    key = lambda row: (str(row.get("branch")), str(row.get("baseline")), row["key_len"])
+    groups, evidence = grouped(of_fa2, key), []
     for (branch, baseline, keys), mine in sorted(groups.items()):
         good = [r for r in mine if r["status"] == "VALID" and is_interval(r.get("speedup_ci95"))]
         low = min(good, key=lambda r: r["speedup_ci95"][0], default=None)
