@@ -173,11 +173,7 @@ class StageResult:
         """A result as `to_json` gave it; unknown keys are ignored, wrong types a TypeError."""
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         for name, value in known.items():
-            check_type(name, value, _RESULT.get(name, (str, type(None))))
-        for name in ("argv", "env", "counts", "gpus"):
-            values = known.get(name) or ()
-            for value in values.values() if isinstance(values, dict) else values:
-                check_type(name, value, int if name in ("counts", "gpus") else str)
+            check_shape(name, value, _RESULT.get(name, _TEXT))
         known["argv"] = tuple(known.get("argv") or ())
         known["gpus"] = tuple(known.get("gpus") or ())
         return cls(**known)
@@ -185,30 +181,36 @@ class StageResult:
 
 _NUMBER = (int, float)
 _MAYBE = (int, float, type(None))
+_TEXT = (str, type(None))
+# The shapes of values, as check_shape() takes them.
 _RESULT: dict[str, Any] = {
     "id": str, "title": str, "status": str, "group": str, "rc": _MAYBE, "wall_s": _NUMBER,
     "timeout_s": _NUMBER, "attempt": int, "start_s": _MAYBE, "first_call_ms": _MAYBE,
     "peak_vram_mib": _MAYBE, "required": bool, "flaky": bool, "half_size": bool,
-    "argv": (list, tuple), "env": dict, "counts": dict, "gpus": (list, tuple),
+    "argv": [str], "env": {"*": str}, "counts": {"*": int}, "gpus": [int],
 }  # fmt: skip
-_TEXT = (str, type(None))
-_FACTS: dict[str, Any] = {
+FACTS: dict[str, Any] = {
     "run_id": str, "profile": str, "scope": str, "argv": list, "git": dict, "device": dict,
-    "env": dict, "env_fingerprint": _TEXT, "doctor": list, "plan": list, "price_per_hour": _MAYBE,
-    "partial": _TEXT, "started": _TEXT,
+    "env": {"*": dict}, "env_fingerprint": _TEXT, "doctor": [{"level": str}],
+    "plan": [{"id": str}], "price_per_hour": _MAYBE, "partial": _TEXT, "started": _TEXT,
 }  # fmt: skip
 
 
-def check_type(name: str, value: Any, wanted: Any) -> None:
-    """TypeError unless `value` is of the types `wanted`; of a list of objects each has its id."""
-    if not isinstance(value, wanted):
+def check_shape(name: str, value: Any, shape: Any) -> None:
+    """TypeError unless `value` has this shape, and KeyError where it lacks a key.
+
+    A shape is a type or a tuple of types; [shape] of a list's items; {key: shape} of an object's
+    values, those of all keys with "*" for a key.
+    """
+    types = {list: (list, tuple), dict: dict}.get(type(shape), shape)
+    if not isinstance(value, types):
         raise TypeError(f"{name} is a {type(value).__name__}")
-    key = {"plan": "id", "doctor": "level"}.get(name)
-    for item in value if key else ():
-        if not isinstance(item, dict) or not isinstance(item.get(key), str):
-            raise TypeError(f"{name} holds something else than objects with {key!r}")
-        if name == "plan":
-            StageResult.from_json({"status": "PASS", **item})
+    if isinstance(shape, list):
+        for item in value:
+            check_shape(f"one of {name}", item, shape[0])
+    for key, inner in shape.items() if isinstance(shape, dict) else ():
+        for item in value.values() if key == "*" else [value[key]]:
+            check_shape(f"{key} of {name}", item, inner)
 
 
 # Attributes of a RunRecord that are in its bundle as they are, in this order.
@@ -216,13 +218,6 @@ _AS_THEY_ARE = (
     "run_id profile scope argv started ended monotonic_s complete ended_by partial price_per_hour "
     "git device env env_fingerprint doctor"
 ).split()
-
-
-def check_fact(name: str, value: Any, wanted: Any) -> None:
-    """check_type() of a fact of a run, whose `env` has sections."""
-    check_type(name, value, wanted)
-    for section in value.values() if name == "env" else ():
-        check_type("a section of env", section, dict)
 
 
 def _without_kind(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,18 +259,19 @@ class RunRecord:
         if is_number(event.get("m")) and self.ended is None:  # redaction comes after the run
             self.monotonic_s = event["m"]
         if kind in ("run_start", "facts"):
-            for name, wanted in _FACTS.items():
-                if name in event:
-                    check_fact(name, event[name], wanted)
-            for name in set(_FACTS) & set(event):
-                setattr(self, name, event[name])
+            known = {name: event[name] for name in FACTS if name in event}
+            for name, value in known.items():
+                check_shape(name, value, FACTS[name])
+            for planned in known.get("plan", ()):
+                StageResult.from_json({"status": "PASS", **planned})
+            vars(self).update(known)
         elif kind == "stage_start":
-            check_type("stage", event["stage"], str)
+            check_shape("stage", event["stage"], str)
             self.running = dict(event)
             self.rows[event["stage"]] = []  # a second attempt speaks for the stage alone
         elif kind == "row":
             row = event["row"]
-            check_type("stage", event["stage"], str)
+            check_shape("stage", event["stage"], str)
             if lacks := why_no_row(row):
                 raise ValueError(lacks)
             if row["kind"] == "health":
@@ -293,10 +289,10 @@ class RunRecord:
                 level, stage = "warn" if event.get("critical") else "info", event.get("stage")
             self.run_notes.append({"level": level, "text": event.get("text", ""), "stage": stage})
         elif kind == "redaction":
-            check_type("summary", event["summary"], dict)
+            check_shape("summary", event["summary"], dict)
             self.redaction = dict(event["summary"])
         elif kind == "run_end":
-            check_type("ended_by", event["ended_by"], str)
+            check_shape("ended_by", event["ended_by"], str)
             self.ended = str(event.get("t"))
             self.ended_by = event["ended_by"]
             self.complete = bool(event.get("complete"))

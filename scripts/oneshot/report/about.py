@@ -64,8 +64,8 @@ def health(view: View) -> Section:
     if markdown.is_interval(measured.get("sm_mhz")):
         low, high = measured["sm_mhz"]
         rows.append(("SM clock, lowest and highest", f"{num(low)} and {num(high)} MHz", "-"))
-    table = [Table("what|measured|of nominal", rows)] if rows else []
-    return Section("Box health", table, fold=True)
+    table = rows and Table("what|measured|of nominal", rows)
+    return Section("Box health", [table], fold=True)
 
 
 def _spent(stage: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
@@ -194,9 +194,9 @@ def environment(view: View) -> Section:
     calls = _calls(view.folder)
     heads = "call|kernels, in order|faster ones passed over"
     blocks = [
-        *([Fold("What the doctor said", [Table("doctor|level|what", doctor)])] if doctor else []),
+        doctor and Fold("What the doctor said", [Table("doctor|level|what", doctor)]),
         *probed(view.data["env"]),
-        *([Fold("Kernels of a call", [Table(heads, calls)])] if calls else []),
+        calls and Fold("Kernels of a call", [Table(heads, calls)]),
         Fold("Effective flags", [Table("flag|value|source", _flags(view))]),
     ]
     return Section("Environment", blocks, issue=False)
@@ -249,8 +249,8 @@ def files(view: View) -> Section:
         if name not in MADE_HERE and not name.startswith("plots/"):
             fixed = name not in STILL_CHANGING
             rows.append((code(name), markdown.size(path.stat().st_size) if fixed else "-"))
-    table = [Table("file|size", rows)] if rows else []
-    return Section("Files of the bundle", table, fold=True, issue=False)
+    table = rows and Table("file|size", rows)
+    return Section("Files of the bundle", [table], fold=True, issue=False)
 
 
 def last_words(view: View) -> list[str]:

@@ -147,16 +147,14 @@ def is_toy(row: Mapping[str, Any]) -> bool:
 def bench_blocks(view: View, keep: Callable[[Mapping[str, Any]], bool]) -> list[Any]:
     """Heading, sizes and table of each bench that has rows for which `keep` holds."""
     shape, every = view.shape, [r for r in view.rows["bench"] if keep(r)]
+    groups = grouped(every, lambda r: str(r.get("bench")))
     out: list[Any] = []
-    for name in dict.fromkeys([*BENCHES, *sorted(str(r.get("bench")) for r in every)]):
-        rows = [r for r in every if str(r.get("bench")) == name]
-        if not rows:
-            continue
-        shown = rows
+    for name in dict.fromkeys([*BENCHES, *sorted(groups)]):
+        shown = rows = groups.get(name, [])
         if shape.issue:  # what no baseline stands beside is in report.md
             shown = [r for r in rows if r["status"] != "VALID" or is_number(r.get("speedup"))]
-            if not shown:
-                continue
+        if not shown:
+            continue
         doubt = {"VALID": 2, "UNSTABLE": 1}  # what is wrong first, then what is doubtful
         shown = sorted(shown, key=lambda r: doubt.get(r["status"], 0))[: shape.rows]
         counts = counts_text(Counter(r["status"] for r in rows))

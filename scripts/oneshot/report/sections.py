@@ -26,7 +26,7 @@ def gpus(view: View) -> Section:
         "and context parallelism on all that are good."
     )
     rows = [list(row.values()) for row in table]
-    return Section("GPUs", [text, Table(heads, rows)] if rows else [])
+    return Section("GPUs", rows and [text, Table(heads, rows)])
 
 
 LEGEND = """
@@ -82,16 +82,16 @@ def _legend(view: View) -> Fold:
 def speed(view: View) -> Section:
     apart = lambda r: r.get("bench") in evidence.APART or evidence.is_toy(r)
     blocks = evidence.bench_blocks(view, lambda r: not apart(r))
-    pictures = view.pictures("roofline")
-    legend = [_legend(view)] if view.rows["bench"] and not view.shape.issue else []
-    return Section("Speed at real sizes", [*blocks, *pictures, *legend] if blocks else [])
+    if blocks:
+        blocks += [*view.pictures("roofline"), None if view.shape.issue else _legend(view)]
+    return Section("Speed at real sizes", blocks)
 
 
 def toys(view: View) -> Section:
     keep = lambda r: evidence.is_toy(r) and r.get("bench") not in evidence.APART
     blocks = evidence.bench_blocks(view, keep)
-    text = paragraphs(TOYS) if blocks else []
-    return Section("Speed at toy sizes", [*text, *blocks], fold=True, issue=False)
+    blocks = [*paragraphs(TOYS), *blocks] if blocks else []
+    return Section("Speed at toy sizes", blocks, fold=True, issue=False)
 
 
 def parity(view: View) -> Section:
@@ -168,12 +168,12 @@ def training(view: View) -> Section:
     ]
     blocks = [
         text,
-        f"`{spark}` ({len(curve)} steps with a finite loss)" if spark else "",
+        spark and f"`{spark}` ({len(curve)} steps with a finite loss)",
         checks,
         *view.pictures("loss"),
-        Fold(f"All {len(metrics)} metrics", [values]) if values else "",
+        values and Fold(f"All {len(metrics)} metrics", [values]),
     ]
-    return Section("Training showcase", [b for b in blocks if b], fold=True, issue=False)
+    return Section("Training showcase", blocks, fold=True, issue=False)
 
 
 # What a reader decides by comes first.
