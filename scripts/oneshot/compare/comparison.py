@@ -108,9 +108,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [plain(line) for line in lines]
 
 
-# ---------------------------------------------------------------------------------- one case
-
-
 def judge_case(
     a: Mapping[str, Any], b: Mapping[str, Any], floor: float
 ) -> tuple[str, str, float, list[float] | None]:
@@ -253,9 +250,6 @@ def judge_cells(a: Side, b: Side, floor: float, incomparable: Sequence[str]) -> 
             why = "; ".join([why, *_moved(x, y, "path_taken", "baseline")])
             out.append(Cell(case, verdict, why, **values, change=change, change_ci=interval))
     return out
-
-
-# ---------------------------------------------------------------------------------- two bundles
 
 
 def _facts(data: Mapping[str, Any]) -> dict[str, Any]:

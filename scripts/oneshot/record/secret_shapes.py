@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from scripts.oneshot.record.shapes import AFTER, LOWER, NO_SECRET, Shape, Span, shapes
 
-# ---------------------------------------------------------------------------------- by its look
-
 _RUN = re.compile(r"[A-Za-z0-9]{20,}")
 _PICTURE = re.compile(r"data:[\w/+.-]+;base64,[A-Za-z0-9+/=\s]+")  # as a page and a plot have it
 _HEX_KEY = re.compile(
@@ -57,8 +55,6 @@ def _is_opaque(text: str, least: int) -> bool:
         and not re.match(r"[~.]?/|[\d.]+[A-Za-z%/]+$|\d{4}-\d\d-\d\d", text)
     )
 
-
-# ---------------------------------------------------------------------------------- by its name
 
 _WORD = r"(?<![A-Za-z0-9])"  # a whole word, or the last one after a "_" or "-"
 _STRONG = (
@@ -135,8 +131,6 @@ def _named(text: str) -> Iterator[Span]:
                 at = end = _REST.match(text, at).end()
             yield match.start(group), end
 
-
-# ---------------------------------------------------------------------------------- all of them
 
 # Of chat, mail, rented GPUs: what stands beside such a name and looks like a key is one.
 _SERVICES = (

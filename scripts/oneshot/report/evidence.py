@@ -41,9 +41,6 @@ COLUMNS = ("case", "status", "time", "baseline", "speedup", "path", "ceiling", "
 ISSUE_COLUMNS = ("case", "status", "time", "baseline", "speedup", "why")
 
 
-# ---------------------------------------------------------------------------------- bench rows
-
-
 def noise_floor(health: Mapping[str, Any] | None) -> float | None:
     """The measured A/A floor as a ratio, or None."""
     floor = (health or {}).get("aa_noise_floor")
@@ -234,9 +231,6 @@ def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {name}" for name, n in sorted(counts.items()) if n) or "none"
-
-
-# --------------------------------------------------------------------------------- parity rows
 
 
 def parity_view(row: Mapping[str, Any], text: int = 400) -> dict[str, str]:

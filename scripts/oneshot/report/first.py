@@ -267,9 +267,6 @@ def failed(view: View) -> Answer:
     return Answer(question, "Nothing.", "good")
 
 
-# ---------------------------------------------------------------------------------- remarks
-
-
 def _of_the_box(view: View) -> Iterator[str]:
     """What holds the box back, or slices it."""
     data, t = view.data, view.shape.text
