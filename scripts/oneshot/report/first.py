@@ -17,7 +17,7 @@ from scripts.oneshot.box import cards
 from scripts.oneshot.record.judge import is_cut
 from scripts.oneshot.record.markdown import cell, code, fence, num, pct, us
 from scripts.oneshot.record.model import StageResult
-from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
+from scripts.oneshot.record.rows import NUMBERED, grouped, is_number, whys
 from scripts.oneshot.report import committed, evidence
 from scripts.oneshot.report.about import flags_of
 from scripts.oneshot.report.blocks import Answer, Bars, Code, Fold, View
@@ -283,8 +283,7 @@ def _of_the_box(view: View) -> Iterator[str]:
     if health.get("throttled"):
         yield "The card throttled while its health was measured"
     if str(health.get("status")) not in ("OK", "PASS", "None"):
-        whys = health.get("why") if isinstance(health.get("why"), list) else [health.get("why")]
-        yield f"{cell(health['status'], 20)}: {cell('; '.join(map(str, whys)), t)}"
+        yield f"{cell(health['status'], 20)}: {cell('; '.join(whys(health)), t)}"
     yield from cards.warnings(data)
     yield from _doctor(view, ("BLOCK",))
 
@@ -370,14 +369,14 @@ def _of_less_weight(view: View) -> Iterator[str]:
         yield f"The noise floor was not measured; {pct(ASSUMED_FLOOR)} counts as no difference"
     yield from _doctor(view, ("WARN",))
     for status in ("INVALID", "FAILED", "UNSTABLE", "SKIPPED"):
-        whys = [
+        cases = [
             f"{code(r['case'], 120)} ({cell('; '.join(r['why']), t // 3)})"
             for r in bench
             if r["status"] == status
         ]
-        if whys:
-            more = f"; and {len(whys) - NAMED} more" if len(whys) > NAMED else ""
-            yield f"{_count(whys, 'bench case')} {status}: {'; '.join(whys[:NAMED])}{more}"
+        if cases:
+            more = f"; and {len(cases) - NAMED} more" if len(cases) > NAMED else ""
+            yield f"{_count(cases, 'bench case')} {status}: {'; '.join(cases[:NAMED])}{more}"
     skipped = [row for row in view.rows["test"] if row["outcome"] == "skipped"]
     reasons = grouped(skipped, lambda row: cell(row.get("reason"), t))
     for reason, rows in sorted(reasons.items(), key=lambda one: -len(one[1])):
