@@ -277,10 +277,10 @@ class Redactor:
             text = self._sub("url", _SSH_GIT, "", text)
         folded = text.translate(LOWER)
         for shape in (*SECRETS, *NAMES):
-            if shape.rule not in self.keep and shape.may_be_in(folded):
-                if spans := sorted(shape.find(text)):
-                    text = self._replace(text, shape, spans)
-                    folded = text.translate(LOWER)
+            needed = not shape.needs or any(map(folded.__contains__, shape.needs))
+            if needed and shape.rule not in self.keep and (spans := sorted(shape.find(text))):
+                text = self._replace(text, shape, spans)
+                folded = text.translate(LOWER)
         return self._sub("process", _SMI_PROCESS, self._smi_process, text)
 
     def _known_secrets(self, text: str) -> str:

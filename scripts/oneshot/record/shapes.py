@@ -8,9 +8,9 @@ import string
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 Span = tuple[int, int]
-Find = Callable[[str], Iterator[Span]]
 LOWER = {ord(c): c.lower() for c in string.ascii_uppercase}
 
 # What stands where a secret would, and is none: a placeholder, a variable, a type, nothing.
@@ -32,11 +32,18 @@ class Shape:
     rule: str
     placeholder: str
     needs: tuple[str, ...]
-    find: Find
+    find: Callable[[str], Iterator[Span]]
 
-    def may_be_in(self, folded: str) -> bool:
-        """folded: the text in lower case."""
-        return not self.needs or any(map(folded.__contains__, self.needs))
+
+def _private(pattern: re.Pattern[str], text: str) -> Iterator[Span]:
+    """What a pattern finds, or of one with groups what these hold, but for what stands where a
+    secret would, and is none."""
+    for match in pattern.finditer(text):
+        if not pattern.groups:
+            yield match.span()
+        for group in range(1, pattern.groups + 1):
+            if match.start(group) >= 0 and not NO_SECRET.match(match[group]):
+                yield match.span(group)
 
 
 def shapes(table: str, **words: str) -> list[Shape]:
@@ -44,21 +51,8 @@ def shapes(table: str, **words: str) -> list[Shape]:
 
     A line "rule -> placeholder" begins the shapes of a rule. Below it stands each shape as
     "needs :: pattern", its needs separated by blanks, or "any"; a pattern goes on in the lines that
-    are indented further. Of a pattern with groups, what the groups hold is private, but for what
-    stands where a secret would, and is none.
+    are indented further.
     """
-
-    def finder(pattern: re.Pattern[str]) -> Find:
-        def find(text: str) -> Iterator[Span]:
-            for match in pattern.finditer(text):
-                if not pattern.groups:
-                    yield match.span()
-                for group in range(1, pattern.groups + 1):
-                    if match.start(group) >= 0 and not NO_SECRET.match(match[group]):
-                        yield match.span(group)
-
-        return find
-
     for name, word in words.items():
         table = table.replace(f"{{{name}}}", word)
     found = []
@@ -68,7 +62,7 @@ def shapes(table: str, **words: str) -> list[Shape]:
         elif not line.lstrip().startswith("#"):
             needs, _, pattern = line.strip().partition(" ::")
             needed = () if needs == "any" else tuple(needs.split())
-            find = finder(re.compile(pattern.lstrip()))
+            find = partial(_private, re.compile(pattern.lstrip()))
             found.append(Shape(rule, placeholder, needed, find))
     return found
 
