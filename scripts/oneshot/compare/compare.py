@@ -63,13 +63,17 @@ def summary(result: Comparison) -> str:
     return ", ".join([*parts, f"{len(result.regressions)} parity or status regressions"])
 
 
+def _first(lines: list[str]) -> list[str]:
+    """The first MAX_LISTED lines, and how many more there are."""
+    more = len(lines) - MAX_LISTED
+    return [*lines[:MAX_LISTED], f"and {more} more"] if more > 0 else lines
+
+
 def as_text(result: Comparison, code_: int, explain: bool = False) -> str:
     out = [f"A  {result.a}", f"B  {result.b}"]
     changes = result.environment
     out.append("environment  " + ("same" if not changes else f"{len(changes)} differences"))
-    out += [f"  {line}" for line in changes[:MAX_LISTED]]
-    if len(changes) > MAX_LISTED:
-        out.append(f"  and {len(changes) - MAX_LISTED} more")
+    out += [f"  {line}" for line in _first(changes)]
     out += [f"note         {line}" for line in result.notes]
     if result.incomparable:
         out.append(f"times are NOT_COMPARABLE: {'; '.join(result.incomparable)} (--force)")
@@ -101,9 +105,7 @@ def as_markdown(result: Comparison, code_: int, explain: bool = False) -> str:
         ("Regressions", result.regressions), ("Repaired", result.repaired),
     ):  # fmt: skip
         if lines:
-            out += ["", f"### {title}", "", *(f"- {cell(line)}" for line in lines[:MAX_LISTED])]
-            if len(lines) > MAX_LISTED:
-                out.append(f"- and {len(lines) - MAX_LISTED} more")
+            out += ["", f"### {title}", "", *(f"- {cell(line)}" for line in _first(lines))]
     if result.cells:
         out += ["", "### Times", "", "| case | A | B | change | verdict | why |",
                 "|---|---|---|---|---|---|"]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ EVENT_RESOLUTION_US = 0.5
 # Facts that change by themselves from one minute to the next.
 VOLATILE = ("utc", "executable", "temp_c", "util_pct", "mem_used_mib", "reason", "persistence")
 SECTIONS = ("python", "system", "packages", "variables")
+BENCH_KEY = ("bench", "case", "candidate", "cache")  # what tells the bench rows of a run apart
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [plain(line) for line in lines]
 
 
-# ---------------------------------------------------------------------------------- one case
-
-
 def judge_case(
     a: Mapping[str, Any], b: Mapping[str, Any], floor: float
 ) -> tuple[str, str, float, list[float] | None]:
@@ -182,6 +180,12 @@ def _keyed(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tupl
     return out
 
 
+def _beside(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Each key of either side with both values, None where a side has none."""
+    for key in dict.fromkeys([*left, *right]):
+        yield key, left.get(key), right.get(key)
+
+
 def _moved(a: Mapping[str, Any], b: Mapping[str, Any], *names: str) -> list[str]:
     """Those of `names` whose values differ, with both."""
     return [
@@ -214,8 +218,7 @@ def asked_for(a: Side, b: Side, stage: str) -> bool:
 
 def judge_cells(a: Side, b: Side, floor: float, incomparable: Sequence[str]) -> list[Cell]:
     """Every case of either side, in the order of A, the new ones last."""
-    full = ("bench", "case", "candidate", "cache")
-    left, right = _keyed(a.bench, full), _keyed(b.bench, full)
+    left, right = _keyed(a.bench, BENCH_KEY), _keyed(b.bench, BENCH_KEY)
     for key in [k for k in left if k not in right]:  # the same case in another cache mode
         other = next((k for k in right if k not in left and k[:3] == key[:3]), None)
         if other is not None:
@@ -224,25 +227,21 @@ def judge_cells(a: Side, b: Side, floor: float, incomparable: Sequence[str]) -> 
     for key in (*left, *right):
         candidates.setdefault(key[:2], set()).add(key[2])
     out, boxes = [], ["unlike boxes, see above"] if incomparable else []
-    for key in dict.fromkeys([*left, *right]):
-        x, y = left.get(key), right.get(key)
+    for key, x, y in _beside(left, right):
         case = key[1] + (f" [{key[2]}]" if len(candidates[key[:2]]) > 1 else "")
         case += f" #{key[-1] + 1}" if key[-1] else ""
-        has = [r is not None and r["status"] in NUMBERED for r in (x, y)]
-        values = {
-            f"{name}_{what}": row.get(field_name) if shown else None
-            for name, row, shown in (("a", x or {}, has[0]), ("b", y or {}, has[1]))
-            for what, field_name in (("us", "median_us"), ("ci", "ci95_us"))
-        }
+        ours, theirs = (row if row and row["status"] in NUMBERED else {} for row in (x, y))
+        values = {"a_us": ours.get("median_us"), "a_ci": ours.get("ci95_us")}
+        values |= {"b_us": theirs.get("median_us"), "b_ci": theirs.get("ci95_us")}
         stage = (x or y)["stage"]
-        if not any(has):
+        if not ours and not theirs:
             why = f"A {_stage_words(a, x, stage)}; B {_stage_words(b, y, stage)}"
             out.append(Cell(case, "NOT_COMPARABLE", f"no numbers: {why}"))
-        elif not has[1]:
+        elif not theirs:
             why = f"B: {_stage_words(b, y, stage)}"
             not_asked = y is None and not asked_for(a, b, stage)
             out.append(Cell(case, "GONE", why, **values, not_asked=not_asked))
-        elif not has[0]:
+        elif not ours:
             out.append(Cell(case, "NEW", f"A: {_stage_words(a, x, stage)}", **values))
         elif unlike := [*boxes, *_moved(x, y, "timer", "cache")]:
             out.append(Cell(case, "NOT_COMPARABLE", "; ".join(unlike), **values))
@@ -251,9 +250,6 @@ def judge_cells(a: Side, b: Side, floor: float, incomparable: Sequence[str]) -> 
             why = "; ".join([why, *_moved(x, y, "path_taken", "baseline")])
             out.append(Cell(case, verdict, why, **values, change=change, change_ci=interval))
     return out
-
-
-# ---------------------------------------------------------------------------------- two bundles
 
 
 def _facts(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,12 +269,11 @@ def _facts(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    left, right = _facts(a), _facts(b)
-    out = []
-    for key in dict.fromkeys([*left, *right]):
-        x, y = left.get(key), right.get(key)
-        if x != y:
-            out.append(plain(f"{key} {'-' if x is None else x} -> {'-' if y is None else y}")[:300])
+    out = [
+        plain(f"{key} {'-' if x is None else x} -> {'-' if y is None else y}")[:300]
+        for key, x, y in _beside(_facts(a), _facts(b))
+        if x != y
+    ]
     for name, words in (
         ("diff_sha256", "uncommitted changes differ"),
         ("source_sha256", "the sources differ, by their hash"),
@@ -318,9 +313,8 @@ def _proofs(a: Side, b: Side) -> tuple[list[str], list[str]]:
     other_card = a.data["device"].get("name") != b.data["device"].get("name")
     lost: dict[tuple[str, str, str, str], list[str]] = {}  # (kind, stage, was, now): names
     for kind, names, state, good in kinds:
-        left, right = (_keyed(s.parity if kind == "parity" else s.tests, names) for s in (a, b))
-        for key in dict.fromkeys([*left, *right]):
-            x, y = left.get(key), right.get(key)
+        sides = (_keyed(s.parity if kind == "parity" else s.tests, names) for s in (a, b))
+        for _, x, y in _beside(*sides):
             was, now = (row[state] if row else "absent" for row in (x, y))
             name = (x or y)["case" if kind == "parity" else "nodeid"]
             if was == now:
@@ -343,10 +337,8 @@ def _proofs(a: Side, b: Side) -> tuple[list[str], list[str]]:
         else:
             said = f"{kind} {was} -> {now} {len(names)} times in {stage}, first {names[0]}"
             worse.append(plain(said))
-    left, right = (_keyed(s.bench, ("bench", "case", "candidate", "cache")) for s in (a, b))
-    for key, x in left.items():
-        y = right.get(key)
-        if y and x["status"] in NUMBERED and y["status"] in ("INVALID", "FAILED"):
+    for _, x, y in _beside(_keyed(a.bench, BENCH_KEY), _keyed(b.bench, BENCH_KEY)):
+        if x and y and x["status"] in NUMBERED and y["status"] in ("INVALID", "FAILED"):
             why = "; ".join(y["why"])
             worse.append(plain(f"bench {x['case']} {x['status']} -> {y['status']} ({why})"))
     return worse, better
@@ -373,10 +365,8 @@ def compare(
         notes.append("A and B are the same run")
     worse, better = _proofs(a, b)
     status = []
-    left = {s["id"]: s for s in a_data["stages"]}
-    right = {s["id"]: s for s in b_data["stages"]}
-    for stage in dict.fromkeys([*left, *right]):
-        x, y = left.get(stage), right.get(stage)
+    stages = ({s["id"]: s for s in data["stages"]} for data in (a_data, b_data))
+    for stage, x, y in _beside(*stages):
         was, now = (s["status"] if s else "absent" for s in (x, y))
         if was != now:
             why = f"  ({y['reason']})" if y and y.get("reason") else ""

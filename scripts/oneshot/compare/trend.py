@@ -22,6 +22,7 @@ from scripts.oneshot.compare.verify import verified
 from scripts.oneshot.record.capture import plain
 from scripts.oneshot.record.markdown import pct, us
 from scripts.oneshot.record.reading import BundleError, NoBundle, held_to_rules
+from scripts.oneshot.record.rows import grouped
 from scripts.oneshot.record.score import CASES, row_of, score
 
 HEADS = ("date", "commit", "verdict", "score", *CASES, "no score for want of")
@@ -78,12 +79,10 @@ def main(argv: list[str]) -> int:
     except NoBundle as error:
         print(plain(str(error))[:500], file=sys.stderr)
         return EXIT_USAGE
-    tables: dict[str, list[list[str]]] = {}
-    for data in sorted(runs.values(), key=lambda data: str(data["started"])):
-        box = ", ".join(f"{name} {value}" for name, value in box_of(data).items() if value)
-        tables.setdefault(box, []).append(line(data))
-    for box, lines in tables.items():
-        print(plain(box), *aligned([HEADS, *lines]), "", sep="\n")
+    box = lambda data: ", ".join(f"{name} {fact}" for name, fact in box_of(data).items() if fact)
+    by_date = sorted(runs.values(), key=lambda data: str(data["started"]))
+    for name, of_box in grouped(by_date, box).items():
+        print(plain(name), *aligned([HEADS, *map(line, of_box)]), "", sep="\n")
     for text in left_out:
         print(plain(text)[:500], file=sys.stderr)
     return EXIT_NOT_COMPARABLE if left_out else 0

@@ -180,14 +180,14 @@ def parse_date(text: Any) -> datetime | None:
 
 
 def _check_pass(stage: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
-    mine = {k: [r for r in data[k] if r.get("stage") == stage["id"]]
-            for k in ("tests", "parity", "bench")}  # fmt: skip
-    bad = sum(t["outcome"] in ("failed", "error") for t in mine["tests"])
-    bad += sum(p["status"] != "PASS" for p in mine["parity"])
-    bad += sum(b["status"] in ("INVALID", "FAILED") for b in mine["bench"])
+    mine = lambda kind: [row for row in data[kind] if row.get("stage") == stage["id"]]
+    outcomes = [test["outcome"] for test in mine("tests")]
+    bad = sum(outcome in ("failed", "error") for outcome in outcomes)
+    bad += sum(row["status"] != "PASS" for row in mine("parity"))
+    bad += sum(row["status"] in ("INVALID", "FAILED") for row in mine("bench"))
     if bad:
         yield f"stage {stage['id']} is PASS with {bad} failed or invalid rows"
-    proven = sum(t["outcome"] == "passed" for t in mine["tests"]) + len(mine["parity"])
+    proven = outcomes.count("passed") + len(mine("parity"))
     if stage.get("group") == "parity" and not proven:
         yield f"stage {stage['id']} is PASS and no test or parity case ran in it"
 
@@ -251,11 +251,11 @@ def _not_derived(row: Mapping[str, Any]) -> Iterator[str]:
 
 def check_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> Iterator[str]:
     """What speaks against rows of the journal of `folder`, which a later run would take over."""
-    of = {kind: [r for r in rows if r["kind"] == kind] for kind in ("parity", "bench")}
-    for kind, mine in of.items():
-        for row in mine:
-            yield from check_row(kind, row)
-    yield from check_samples({"bench": of["bench"], "notes": []}, folder)
+    claims = [row for row in rows if row["kind"] in ("parity", "bench")]
+    for row in claims:
+        yield from check_row(row["kind"], row)
+    benches = [row for row in claims if row["kind"] == "bench"]
+    yield from check_samples({"bench": benches, "notes": []}, folder)
 
 
 def raw_key(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -26,16 +26,21 @@ def previous_runs(folder: Path) -> list[Path]:
     return sorted((p for p in prev.glob("*") if p.is_dir()), key=lambda p: p.name)
 
 
+def free_name(path: Path) -> Path:
+    """`path`, or where that is taken the first of path-2, path-3, ... that is not."""
+    candidate, n = path, 1
+    while candidate.exists():
+        n += 1
+        candidate = path.with_name(f"{path.stem}-{n}{path.suffix}")
+    return candidate
+
+
 def set_aside(folder: Path, run_id: str | None) -> Path | None:
     """Move what an earlier run left in `folder` to prev/<run_id>; keep the newest three."""
     items = [p for p in folder.iterdir() if p.name not in ("prev", ".ballast")]
     if not items:
         return None
-    target = folder / "prev" / (run_id or "unknown")
-    n = 1
-    while target.exists():
-        n += 1
-        target = target.with_name(f"{run_id or 'unknown'}-{n}")
+    target = free_name(folder / "prev" / (run_id or "unknown"))
     target.mkdir(parents=True)
     for item in items:
         os.replace(item, target / item.name)

@@ -148,7 +148,7 @@ class StageLog:
         for start in range(len(lines) - 1, -1, -1):
             if lines[start].startswith("Traceback (most recent call last)"):
                 for line in lines[start + 1 :]:
-                    if line and not line[0].isspace() and _ERROR_LINE.match(line):
+                    if _ERROR_LINE.match(line):
                         return self._redactor.text(line)[:500]
                 return "an uncaught Python exception"
         return None

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from scripts.oneshot.record.bundle import free_name
 from scripts.oneshot.record.journal import write_atomic
 from scripts.oneshot.record.redact import Redactor
 
@@ -49,7 +50,7 @@ def gate(folder: Path, redactor: Redactor) -> dict[str, Any]:
         safe = _safe_name(path.name, redactor)
         if safe != path.name:
             found("name", safe, 0)
-            path.rename(_free_name(path.with_name(safe)))
+            path.rename(free_name(path.with_name(safe)))
     still = [
         (found_in(name, redactor)[0], rule)
         for path in _unsealed(folder)
@@ -81,14 +82,6 @@ def _safe_name(name: str, redactor: Redactor) -> str:
             return name
         name = re.sub(r"[<>]", "", clean)
     return "private" + Path(name).suffix[:8]
-
-
-def _free_name(path: Path) -> Path:
-    candidate, n = path, 1
-    while candidate.exists():
-        n += 1
-        candidate = path.with_name(f"{path.stem}-{n}{path.suffix}")
-    return candidate
 
 
 def decoded(path: Path) -> str | None:

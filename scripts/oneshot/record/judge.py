@@ -228,92 +228,110 @@ def is_cut(stage: StageResult) -> bool:
 
 def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     """Status, exit code and the one line of the whole run."""
-    parity, bench = record.rows_of("parity"), record.rows_of("bench")
     outcomes = Counter(t["outcome"] for t in record.rows_of("test"))
-    passed, skipped = outcomes["passed"], outcomes["skipped"]
+    parity = [p["status"] for p in record.rows_of("parity")]
+    bench = Counter(b["status"] for b in record.rows_of("bench"))
     failed = outcomes["failed"] + outcomes["error"]
-    parity_pass = sum(p["status"] == "PASS" for p in parity)
-    bench_valid = sum(b["status"] == "VALID" for b in bench)
-    bench_skipped = sum(b["status"] == "SKIPPED" for b in bench)
-    # A CPU's times claim nothing, so they cannot be invalid either.
-    no_valid = record.scope == "gpu" and len(bench) > bench_skipped and not bench_valid
-
-    soft = ("INVALID", "UNSTABLE")
-    wrong = [s for s in stages if s.status is Status.FAIL and s.kind not in soft]
-    shaky = [s for s in stages if s.status is Status.FAIL and s.kind in soft]
-    broken = [
-        s
-        for s in stages
-        if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA)
-        and s.kind not in ("BUDGET", "PREEMPTED")
-    ]
-    stopped = [s for s in stages if s.kind == "PREEMPTED"]
-    absent = [
-        s
-        for s in stages
-        if (s.required and s.status in (Status.SKIPPED, Status.NOT_RUN)) or s.kind == "BUDGET"
-    ]
-    passes = any(s.status is Status.PASS for s in stages)
-    proven = passed or parity_pass or bench_valid
-    doubtful = bool(shaky) or no_valid
-    bad_gate = record.redaction.get("gate") == "failed"
-    complete_but_for_cuts = passes and proven and not doubtful and all(map(is_cut, absent))
-    status, code = next(
-        (status, code)
-        for holds, status, code in (
-            (bad_gate, "FAIL", EXIT_REDACTION),
-            (record.ended_by in EXIT_BY_SIGNAL, "STOPPED", EXIT_BY_SIGNAL.get(record.ended_by)),
-            (wrong or failed or parity_pass < len(parity), "FAIL", EXIT_FAIL),
-            (broken or record.ended_by == "crash", "BROKEN", EXIT_INFRA),
-            (absent and complete_but_for_cuts, "INCOMPLETE", EXIT_NOT_RUN),
-            (absent or not passes or not (proven or doubtful), "NOT_RUN", EXIT_NOT_RUN),
-            (doubtful, "INVALID", EXIT_INVALID),
-            (True, "PASS", EXIT_OK),
-        )
-        if holds
-    )
-
-    cut, on_cpu = status == "INCOMPLETE", record.scope == "cpu"
-    no_time = any(s.kind == "BUDGET" for s in absent)
-    short = "its budget was spent" if no_time else "the GPU's memory was too small"
-    bench_words = f"VALID {bench_valid}/{len(bench)}"
-    bench_words += f" ({bench_skipped} skipped)" if bench_skipped else ""
-    groups = {
-        "wrong": wrong,
-        "broken": broken,
-        "stopped": stopped,
-        "cut" if cut else "not run": absent,
-        "invalid or unstable": shaky,
-    }
-    parts = [
-        on_cpu and "CPU profile, says nothing about any GPU",
-        cut and f"all that ran passed, {short}",
-        status == "NOT_RUN" and absent and _cause(absent),
-        f"{passed}/{passed + failed} tests" + (f" ({skipped} skipped)" if skipped else ""),
-        f"parity {parity_pass}/{len(parity)}",
-        bench and f"benches {'claim nothing, ' if on_cpu else ''}{bench_words}",
-        status == "NOT_RUN"
-        and not absent
-        and "nothing was proven: no passed test, parity case or valid bench",
-        *(f"{title}: {', '.join(map(_named, group))}" for title, group in groups.items() if group),
-        bad_gate and "redaction FAILED, do not post this",
-        record.partial and f"partial run ({record.partial})",
-        *_facts(record),
-    ]
-    return {
-        "status": status,
-        "exit_code": code,
-        "one_line": f"{status} - " + "; ".join(part for part in parts if part),
-        "executed_tests": passed + failed,
-        "passed": passed,
+    counts = {
+        "executed_tests": outcomes["passed"] + failed,
+        "passed": outcomes["passed"],
         "failed": failed,
-        "skipped": skipped,
-        "parity_pass": parity_pass,
+        "skipped": outcomes["skipped"],
+        "parity_pass": parity.count("PASS"),
         "parity_total": len(parity),
-        "bench_valid": bench_valid,
-        "bench_total": len(bench),
+        "bench_valid": bench["VALID"],
+        "bench_total": bench.total(),
         "not_run": sum(s.status is Status.NOT_RUN for s in stages),
     }
+    groups = _groups(stages)
+    # A CPU's times claim nothing, so they cannot be invalid either.
+    no_valid = record.scope == "gpu" and bench.total() > bench["SKIPPED"] and not bench["VALID"]
+    passes = any(s.status is Status.PASS for s in stages)
+    status, code = _status(record, counts, groups, passes=passes, no_valid=no_valid)
+    parts = _parts(record, counts, groups, status, bench["SKIPPED"])
+    line = f"{status} - " + "; ".join(part for part in parts if part)
+    return {"status": status, "exit_code": code, "one_line": line, **counts}
+
+
+def _groups(stages: list[StageResult]) -> dict[str, list[StageResult]]:
+    """The stages that were not right, by what is said of them."""
+    failed = [s for s in stages if s.status is Status.FAIL]
+    soft = ("INVALID", "UNSTABLE")
+    ended = [s for s in stages if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA)]
+    left = lambda s: s.required and s.status in (Status.SKIPPED, Status.NOT_RUN)
+    return {
+        "wrong": [s for s in failed if s.kind not in soft],
+        "broken": [s for s in ended if s.kind not in ("BUDGET", "PREEMPTED")],
+        "stopped": [s for s in stages if s.kind == "PREEMPTED"],
+        "not run": [s for s in stages if left(s) or s.kind == "BUDGET"],
+        "invalid or unstable": [s for s in failed if s.kind in soft],
+    }
+
+
+def _status(
+    record: RunRecord,
+    counts: dict[str, int],
+    groups: dict[str, list[StageResult]],
+    *,
+    passes: bool,
+    no_valid: bool,
+) -> tuple[str, int]:
+    """Status and exit code. passes: a stage did; no_valid: there are times, and none is VALID."""
+    wrong, broken, _, absent, shaky = groups.values()
+    wrong_rows = counts["failed"] or counts["parity_pass"] < counts["parity_total"]
+    proven = counts["passed"] or counts["parity_pass"] or counts["bench_valid"]
+    doubtful = bool(shaky) or no_valid
+    complete_but_for_cuts = passes and proven and not doubtful and all(map(is_cut, absent))
+    if record.redaction.get("gate") == "failed":
+        return "FAIL", EXIT_REDACTION
+    if record.ended_by in EXIT_BY_SIGNAL:
+        return "STOPPED", EXIT_BY_SIGNAL[record.ended_by]
+    if wrong or wrong_rows:
+        return "FAIL", EXIT_FAIL
+    if broken or record.ended_by == "crash":
+        return "BROKEN", EXIT_INFRA
+    if absent and complete_but_for_cuts:
+        return "INCOMPLETE", EXIT_NOT_RUN
+    if absent or not passes or not (proven or doubtful):
+        return "NOT_RUN", EXIT_NOT_RUN
+    return ("INVALID", EXIT_INVALID) if doubtful else ("PASS", EXIT_OK)
+
+
+def _parts(
+    record: RunRecord,
+    counts: dict[str, int],
+    groups: dict[str, list[StageResult]],
+    status: str,
+    bench_skipped: int,
+) -> Iterator[str | None]:
+    """What the one line says after the status, as far as there is something to say."""
+    absent, on_cpu = groups["not run"], record.scope == "cpu"
+    if on_cpu:
+        yield "CPU profile, says nothing about any GPU"
+    if status == "INCOMPLETE":
+        no_time = any(s.kind == "BUDGET" for s in absent)
+        short = "its budget was spent" if no_time else "the GPU's memory was too small"
+        yield f"all that ran passed, {short}"
+    if status == "NOT_RUN" and absent:
+        yield _cause(absent)
+    skipped = f" ({counts['skipped']} skipped)" if counts["skipped"] else ""
+    yield f"{counts['passed']}/{counts['executed_tests']} tests{skipped}"
+    yield f"parity {counts['parity_pass']}/{counts['parity_total']}"
+    if counts["bench_total"]:
+        skipped = f" ({bench_skipped} skipped)" if bench_skipped else ""
+        valid = f"VALID {counts['bench_valid']}/{counts['bench_total']}{skipped}"
+        yield f"benches {'claim nothing, ' if on_cpu else ''}{valid}"
+    if status == "NOT_RUN" and not absent:
+        yield "nothing was proven: no passed test, parity case or valid bench"
+    for title, group in groups.items():
+        title = "cut" if group is absent and status == "INCOMPLETE" else title
+        if group:
+            yield f"{title}: {', '.join(map(_named, group))}"
+    if record.redaction.get("gate") == "failed":
+        yield "redaction FAILED, do not post this"
+    if record.partial:
+        yield f"partial run ({record.partial})"
+    yield from _facts(record)
 
 
 def _facts(record: RunRecord) -> Iterator[str]:

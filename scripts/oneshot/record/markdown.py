@@ -72,9 +72,6 @@ def clip_mid(value: Any, lines: int = 15, source: str | None = None) -> str:
     return "\n".join([*rows[:head], mark, *rows[len(rows) - (lines - 1 - head) :]])
 
 
-# ---------------------------------------------------------------------------------------- numbers
-
-
 def us(value: Any) -> str:
     """Microseconds, in ms from 1000 on."""
     if not is_number(value):

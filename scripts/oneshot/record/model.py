@@ -36,12 +36,10 @@ from typing import Any
 
 from scripts.oneshot.record import judge
 from scripts.oneshot.record.judge import Status
-from scripts.oneshot.record.rows import is_number, test_counts, why_no_row
+from scripts.oneshot.record.rows import grouped, is_number, test_counts, why_no_row
 from scripts.oneshot.record.score import score
 
 SCHEMA = "nsa.gpu-report/1"
-
-
 PLANNED = ("id", "title", "required", "group", "timeout_s", "argv")  # and gpus, if it has any
 SHARDS = "scripts.oneshot.run.shards"  # module that runs a stage's tests in several processes
 
@@ -167,21 +165,15 @@ class StageResult:
         out = asdict(self)
         out["status"] = self.status.value
         out["argv"] = list(self.argv)
-        out["gpus"] = list(self.gpus)
-        if not self.gpus:
-            del out["gpus"]
-        return out
+        gpus = list(out.pop("gpus"))
+        return {**out, "gpus": gpus} if gpus else out
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StageResult:
         """A result as `to_json` gave it; unknown keys are ignored, wrong types a TypeError."""
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         for name, value in known.items():
-            check_type(name, value, _RESULT.get(name, (str, type(None))))
-        for name in ("argv", "env", "counts", "gpus"):
-            values = known.get(name) or ()
-            for value in values.values() if isinstance(values, dict) else values:
-                check_type(name, value, int if name in ("counts", "gpus") else str)
+            check_shape(name, value, _RESULT.get(name, _TEXT))
         known["argv"] = tuple(known.get("argv") or ())
         known["gpus"] = tuple(known.get("gpus") or ())
         return cls(**known)
@@ -189,30 +181,36 @@ class StageResult:
 
 _NUMBER = (int, float)
 _MAYBE = (int, float, type(None))
+_TEXT = (str, type(None))
+# The shapes of values, as check_shape() takes them.
 _RESULT: dict[str, Any] = {
     "id": str, "title": str, "status": str, "group": str, "rc": _MAYBE, "wall_s": _NUMBER,
     "timeout_s": _NUMBER, "attempt": int, "start_s": _MAYBE, "first_call_ms": _MAYBE,
     "peak_vram_mib": _MAYBE, "required": bool, "flaky": bool, "half_size": bool,
-    "argv": (list, tuple), "env": dict, "counts": dict, "gpus": (list, tuple),
+    "argv": [str], "env": {"*": str}, "counts": {"*": int}, "gpus": [int],
 }  # fmt: skip
-_TEXT = (str, type(None))
-_FACTS: dict[str, Any] = {
+FACTS: dict[str, Any] = {
     "run_id": str, "profile": str, "scope": str, "argv": list, "git": dict, "device": dict,
-    "env": dict, "env_fingerprint": _TEXT, "doctor": list, "plan": list, "price_per_hour": _MAYBE,
-    "partial": _TEXT, "started": _TEXT,
+    "env": {"*": dict}, "env_fingerprint": _TEXT, "doctor": [{"level": str}],
+    "plan": [{"id": str}], "price_per_hour": _MAYBE, "partial": _TEXT, "started": _TEXT,
 }  # fmt: skip
 
 
-def check_type(name: str, value: Any, wanted: Any) -> None:
-    """TypeError unless `value` is of the types `wanted`; of a list of objects each has its id."""
-    if not isinstance(value, wanted):
+def check_shape(name: str, value: Any, shape: Any) -> None:
+    """TypeError unless `value` has this shape, and KeyError where it lacks a key.
+
+    A shape is a type or a tuple of types; [shape] of a list's items; {key: shape} of an object's
+    values, those of all keys with "*" for a key.
+    """
+    types = {list: (list, tuple), dict: dict}.get(type(shape), shape)
+    if not isinstance(value, types):
         raise TypeError(f"{name} is a {type(value).__name__}")
-    key = {"plan": "id", "doctor": "level"}.get(name)
-    for item in value if key else ():
-        if not isinstance(item, dict) or not isinstance(item.get(key), str):
-            raise TypeError(f"{name} holds something else than objects with {key!r}")
-        if name == "plan":
-            StageResult.from_json({"status": "PASS", **item})
+    if isinstance(shape, list):
+        for item in value:
+            check_shape(f"one of {name}", item, shape[0])
+    for key, inner in shape.items() if isinstance(shape, dict) else ():
+        for item in value.values() if key == "*" else [value[key]]:
+            check_shape(f"{key} of {name}", item, inner)
 
 
 # Attributes of a RunRecord that are in its bundle as they are, in this order.
@@ -222,11 +220,8 @@ _AS_THEY_ARE = (
 ).split()
 
 
-def check_fact(name: str, value: Any, wanted: Any) -> None:
-    """check_type() of a fact of a run, whose `env` has sections."""
-    check_type(name, value, wanted)
-    for section in value.values() if name == "env" else ():
-        check_type("a section of env", section, dict)
+def _without_kind(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "kind"}
 
 
 @dataclass
@@ -264,42 +259,40 @@ class RunRecord:
         if is_number(event.get("m")) and self.ended is None:  # redaction comes after the run
             self.monotonic_s = event["m"]
         if kind in ("run_start", "facts"):
-            for name, wanted in _FACTS.items():
-                if name in event:
-                    check_fact(name, event[name], wanted)
-            for name in set(_FACTS) & set(event):
-                setattr(self, name, event[name])
+            known = {name: event[name] for name in FACTS if name in event}
+            for name, value in known.items():
+                check_shape(name, value, FACTS[name])
+            for planned in known.get("plan", ()):
+                StageResult.from_json({"status": "PASS", **planned})
+            vars(self).update(known)
         elif kind == "stage_start":
-            check_type("stage", event["stage"], str)
+            check_shape("stage", event["stage"], str)
             self.running = dict(event)
             self.rows[event["stage"]] = []  # a second attempt speaks for the stage alone
         elif kind == "row":
             row = event["row"]
-            check_type("stage", event["stage"], str)
+            check_shape("stage", event["stage"], str)
             if lacks := why_no_row(row):
                 raise ValueError(lacks)
             if row["kind"] == "health":
-                self._take_health({k: v for k, v in row.items() if k != "kind"})
+                self._take_health(_without_kind(row))
             elif row["kind"] == "recommend":
-                self.recommend = {k: v for k, v in row.items() if k != "kind"}
+                self.recommend = _without_kind(row)
             self.rows.setdefault(event["stage"], []).append(row)
         elif kind == "stage_end":
             result = StageResult.from_json(event["result"])
             self.results[result.id] = result
             self.running = None
-        elif kind == "note":
-            self.run_notes.append(
-                {"level": event.get("level", "info"), "text": event.get("text", ""), "stage": None}
-            )
-        elif kind == "xid":
-            level = "warn" if event.get("critical") else "info"
-            stage = event.get("stage")
+        elif kind in ("note", "xid"):
+            level, stage = event.get("level", "info"), None
+            if kind == "xid":
+                level, stage = "warn" if event.get("critical") else "info", event.get("stage")
             self.run_notes.append({"level": level, "text": event.get("text", ""), "stage": stage})
         elif kind == "redaction":
-            check_type("summary", event["summary"], dict)
+            check_shape("summary", event["summary"], dict)
             self.redaction = dict(event["summary"])
         elif kind == "run_end":
-            check_type("ended_by", event["ended_by"], str)
+            check_shape("ended_by", event["ended_by"], str)
             self.ended = str(event.get("t"))
             self.ended_by = event["ended_by"]
             self.complete = bool(event.get("complete"))
@@ -355,7 +348,7 @@ class RunRecord:
     def rows_of(self, *kinds: str) -> list[dict[str, Any]]:
         """Every row of these kinds in plan order, each with its stage."""
         return [
-            {**{k: v for k, v in row.items() if k != "kind"}, "stage": stage}
+            {**_without_kind(row), "stage": stage}
             for stage, rows in self.rows.items()
             for row in rows
             if row["kind"] in kinds
@@ -364,11 +357,7 @@ class RunRecord:
     def to_bundle(self) -> dict[str, Any]:
         """The object of bundle.json; see the module's docstring."""
         stages = self.stage_results()
-        resumed: dict[str, list[str]] = {}
-        for stage in stages:
-            if stage.resumed_from:
-                resumed.setdefault(stage.resumed_from, []).append(stage.id)
-        notes = [*self.run_notes, *self.rows_of("note")]
+        resumed = grouped((s for s in stages if s.resumed_from), lambda s: s.resumed_from)
         return {
             "schema": SCHEMA,
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
@@ -381,9 +370,9 @@ class RunRecord:
             "parity": self.rows_of("parity"),
             "bench": self.rows_of("bench"),
             "metrics": self.rows_of("metric"),
-            "notes": notes,
+            "notes": [*self.run_notes, *self.rows_of("note")],
             "artifacts": self.rows_of("artifact"),
-            "resumed": resumed,
+            "resumed": {run: [stage.id for stage in mine] for run, mine in resumed.items()},
             "redaction": self.redaction,
             "files": [],
         }

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import quoteattr
+from xml.etree import ElementTree
 
 from scripts.oneshot.record.capture import plain
 
@@ -15,24 +15,18 @@ def junit_xml(stage: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """The test rows of a stage as JUnit XML."""
     bad = sum(r["outcome"] in ("failed", "error") for r in rows)
     skipped = sum(r["outcome"] == "skipped" for r in rows)
-    xml = [
-        "<?xml version='1.0' encoding='utf-8'?>",
-        f'<testsuite name={quoteattr(stage)} tests="{len(rows)}" failures="{bad}" '
-        f'skipped="{skipped}">',
-    ]
+    counts = {"tests": str(len(rows)), "failures": str(bad), "skipped": str(skipped)}
+    suite = ElementTree.Element("testsuite", name=stage, **counts)
+    tags = {"failed": "failure", "error": "failure", "skipped": "skipped"}
     for row in rows:
         file, _, name = row["nodeid"].partition("::")
-        xml.append(
-            f"<testcase classname={quoteattr(file)} name={quoteattr(name)} "
-            f'time="{row.get("duration_s") or 0}">'
-        )
-        message = quoteattr(plain(str(row.get("reason") or ""))[:2000])
-        if row["outcome"] in ("failed", "error"):
-            xml.append(f"<failure message={message}/>")
-        elif row["outcome"] == "skipped":
-            xml.append(f"<skipped message={message}/>")
-        xml.append("</testcase>")
-    return "\n".join([*xml, "</testsuite>", ""])
+        time = str(row.get("duration_s") or 0)
+        case = ElementTree.SubElement(suite, "testcase", classname=file, name=name, time=time)
+        if tag := tags.get(row["outcome"]):
+            ElementTree.SubElement(case, tag, message=plain(str(row.get("reason") or ""))[:2000])
+    ElementTree.indent(suite, "")
+    text = ElementTree.tostring(suite, encoding="unicode")
+    return f"<?xml version='1.0' encoding='utf-8'?>\n{text}\n"
 
 
 WRITES = ("--csv", "--json", "--out")  # options of the stages whose value is written

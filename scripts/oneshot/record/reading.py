@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from scripts.oneshot.record.journal import dumps, parse_json, read_events
-from scripts.oneshot.record.model import SCHEMA, RunRecord, StageResult, check_fact, check_type
+from scripts.oneshot.record.model import FACTS, SCHEMA, RunRecord, StageResult, check_shape
 from scripts.oneshot.record.rows import RowError, parse_row
 
 MAX_MEMBERS = 5000
@@ -36,17 +36,16 @@ def read_bundle(folder: Path) -> dict[str, Any]:
     """The object of bundle.json. BundleError when it is missing, broken or of another schema."""
     path = folder / "bundle.json"
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise BundleError(f"{path.name} is over {MAX_JSON_BYTES // 2**20} MiB")
-        data = parse_json(path.read_bytes())
+        too_large = path.stat().st_size > MAX_JSON_BYTES
+        data = None if too_large else parse_json(path.read_bytes())
     except FileNotFoundError:
         raise BundleError(f"no bundle.json in {folder}") from None
     except OSError as error:
         raise BundleError(f"bundle.json cannot be read: {error.strerror}") from None
     except ValueError as error:
-        if isinstance(error, BundleError):
-            raise
         raise BundleError(f"bundle.json is not valid JSON: {error}") from None
+    if too_large:
+        raise BundleError(f"{path.name} is over {MAX_JSON_BYTES // 2**20} MiB")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise BundleError(f"schema of bundle.json must be {SCHEMA!r}, got {found!r}")
@@ -63,34 +62,32 @@ def rebuild(folder: Path) -> tuple[dict[str, Any], str]:
         return RunRecord.replay(events).to_bundle(), "events.jsonl"
     data = read_bundle(folder)
     try:
-        check_shape(data)
+        check_bundle(data)
     except (TypeError, ValueError, KeyError) as error:
         text = f"{type(error).__name__}: {error}"
         raise BundleError(f"bundle.json has not the shape of its schema: {text}") from None
     return data, "bundle.json"
 
 
-def check_shape(data: dict[str, Any]) -> None:
+def check_bundle(data: dict[str, Any]) -> None:
     """TypeError, ValueError or KeyError unless `data` has the shape of RunRecord.to_bundle()."""
-    for name, like in RunRecord().to_bundle().items():
-        value = data[name]
-        if isinstance(like, (dict, list)):
-            check_fact(name, value, type(like))
-    for name in ("run_id", "profile", "scope", "ended_by"):
-        check_type(name, data[name], str)
-    for name, like in RunRecord().to_bundle()["verdict"].items():
-        check_type(f"verdict.{name}", data["verdict"][name], type(like))
-    for name in ("health", "recommend"):
-        check_type(name, data[name], (dict, type(None)))
-    for name in ("stages", "tests", "parity", "bench", "metrics", "notes", "artifacts", "files"):
-        for item in data[name]:
-            check_type(name, item, dict)
+    like = RunRecord().to_bundle()
+    of_stage = ("id", "status", "reason", "argv", "env", "counts")
+    whole = {name: type(x) if isinstance(x, (dict, list)) else object for name, x in like.items()}
+    shape = {
+        **whole,
+        **{name: FACTS[name] for name in ("run_id", "profile", "scope", "env", "doctor")},
+        **dict.fromkeys(("tests", "parity", "bench", "metrics", "notes", "artifacts"), [dict]),
+        **dict.fromkeys(("health", "recommend"), (dict, type(None))),
+        "ended_by": str,
+        "verdict": {name: type(x) for name, x in like["verdict"].items()},
+        "stages": [dict.fromkeys(of_stage, object)],
+        "resumed": {"*": list},
+        "files": [dict],
+    }
+    check_shape("bundle.json", data, shape)
     for stage in data["stages"]:
         StageResult.from_json(stage)
-        for name in ("id", "status", "reason", "argv", "env", "counts"):
-            stage[name]
-    for run, stages in data["resumed"].items():
-        check_type(f"resumed.{run}", stages, list)
 
 
 def read_text(folder: Path, name: Any) -> str | None:

@@ -56,7 +56,14 @@ _COMMON = frozenset(
 
 # Where the words of records and reports come from: keys, statuses, headings, names of files.
 _OWN_TEXTS = (("templates", "*.j2"), ("scripts/oneshot", "**/*.py"), ("bench", "*.py"))
-# What stands around a name or a secret that is also a word of ours, where it is meant after all.
+# What stands around a known text where it counts; {} stands for the text.
+_AROUND = {
+    "host": (r"(?<![A-Za-z0-9])(){}(?![A-Za-z0-9])",),
+    "user": (r"(?<![A-Za-z0-9])(){}(?![A-Za-z0-9])",),
+    "path": (r"(?<![A-Za-z0-9_.-])(){}(?![A-Za-z0-9_])",),
+    "ip": (r"(){}",),
+}
+# The same for a name or a secret that is also a word of ours, where it is meant after all.
 _IS = r"'?[ \t]*[:= ][ \t]*[\"']?"
 _NEAR = {
     "user": (
@@ -110,7 +117,9 @@ def _own_words() -> tuple[str, frozenset[str]]:
             with suppress(OSError):
                 text = path.read_text(encoding="utf-8")
                 if path.suffix == ".py":
-                    text = re.sub(r'""".*?"""|#[^\n]*', "", text, flags=re.S)
+                    text = re.sub(r"^\s*#.*", "", text, flags=re.M)
+                    # A raw text is no docstring: it is a table, as in shapes.py.
+                    text = re.sub(r'(r""".*?""")|""".*?"""|#[^\n]*', r"\1", text, flags=re.S)
                 words.update(re.findall(r"[A-Za-z_][\w./-]*", text))
     names = {n for word in words for cut in (r"\W+", r"[\W_]+") for n in re.split(cut, word)}
     return "\n".join(sorted(words)).lower(), frozenset(name.lower() for name in names)
@@ -175,9 +184,11 @@ class Redactor:
         self.counts: Counter[str] = Counter()
         self._numbers: dict[tuple[str, str], str] = {}
         self._kinds: Counter[str] = Counter()
-        self._literals: dict[str, tuple[str, str]] = {}  # text -> (rule, placeholder)
+        self._known: set[str] = set()  # texts that are searched for
+        self._secrets: dict[str, str] = {}  # form of a secret -> placeholder
+        # (length, rule, pattern, replacement) of every other text
+        self._patterns: list[tuple[int, str, re.Pattern[str], str]] = []
         self._harmless: set[str] = set()
-        self._near: list[tuple[str, re.Pattern[str], str]] = []  # rule, pattern, replacement
         for name, value in environ.items():
             if SECRET_NAME.search(name) and name not in _NOT_SECRET:
                 for piece in {value, *re.split(r"[:@\s]", value)}:
@@ -211,41 +222,29 @@ class Redactor:
             if len(name) >= 3 and name.lower() not in _COMMON:
                 self._add("user", name, "<user>")
         if not literals:
-            self._literals.clear()
-            self._near.clear()
-        self._compile()
+            self._secrets.clear()
+            self._patterns.clear()
+        self._patterns.sort(key=lambda one: -one[0])  # a long text may hold a short one
 
     def _add(self, rule: str, text: str, placeholder: str, variable: str = "") -> None:
         """Search for `text` from now on. variable: the name of the one that it is the value of."""
-        if not text or text in self._literals:
+        if not text or text in self._known:
             return
-        if not _is_own(rule, text):
-            self._literals[text] = (rule, placeholder)
+        self._known.add(text)
+        if _is_own(rule, text):
+            named = rf"((?<![A-Za-z0-9]){re.escape(variable)}{_IS}){{}}"
+            forms, around, length = {text}, _NEAR.get(rule, (named,)), 0
+        elif rule == "env_secret":
+            self._secrets.update(dict.fromkeys(_forms(text), placeholder))
             return
-        named = rf"((?<![A-Za-z0-9]){re.escape(variable)}{_IS}){{}}"
-        for pattern in _NEAR.get(rule, (named,)):
-            found = re.compile(pattern.replace("{}", f"(?i:{re.escape(text)})"))
-            self._near.append((rule, found, rf"\g<1>{placeholder}"))
-
-    def _compile(self) -> None:
-        """Make of the known texts what is searched: secrets by their forms, names as patterns."""
-        self._secrets: dict[str, str] = {}
-        self._forms: dict[str, tuple[str, str]] = {}
-        for text, hit in self._literals.items():
-            if hit[0] == "env_secret":
-                self._secrets.update(dict.fromkeys(_forms(text), hit[1]))
-                continue
-            for form in (text, json.dumps(text)[1:-1], quote(text, safe="")):
-                self._forms.setdefault(form if hit[0] == "path" else form.lower(), hit)
-        parts = []
-        for form in sorted(self._forms, key=len, reverse=True):
-            rule, pattern = self._forms[form][0], re.escape(form)
-            if rule in ("host", "user"):
-                pattern = rf"(?i:(?<![A-Za-z0-9]){pattern}(?![A-Za-z0-9]))"
-            elif rule == "path":
-                pattern = rf"(?<![A-Za-z0-9_.-]){pattern}(?![A-Za-z0-9_])"
-            parts.append(pattern)
-        self._literal_pattern = re.compile("|".join(parts)) if parts else None
+        else:
+            forms = {text, json.dumps(text)[1:-1], quote(text, safe="")}
+            around, length = _AROUND[rule], len(text)
+        any_form = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
+        any_form = f"(?:{any_form})" if rule == "path" else f"(?i:{any_form})"
+        for pattern in around:
+            found = re.compile(pattern.replace("{}", any_form))
+            self._patterns.append((length, rule, found, rf"\g<1>{placeholder}"))
 
     def _placeholder(self, kind: str, value: str) -> str:
         if kind == "ip":
@@ -255,8 +254,6 @@ class Redactor:
             self._kinds[kind] += 1
             self._numbers[kind, value] = f"<{kind}-{self._kinds[kind]}>"
         return self._numbers[kind, value]
-
-    # ------------------------------------------------------------------ text
 
     def text(self, text: str) -> str:
         """`text` with everything private replaced."""
@@ -273,26 +270,17 @@ class Redactor:
             text = self._sub("url", _URL_USERINFO, r"\1", text)
             text = self._sub("url", _URL_QUERY, r"\1", text)
         text = self._known_secrets(text)
-        if self._literal_pattern is not None:
-
-            def literal(match: re.Match[str]) -> str:
-                form = match.group(0)
-                rule, placeholder = self._forms.get(form) or self._forms[form.lower()]
-                self.counts[rule] += 1
-                return placeholder
-
-            text = self._literal_pattern.sub(literal, text)
-        for rule, pattern, replacement in self._near:
+        for _, rule, pattern, replacement in self._patterns:
             text = self._sub(rule, pattern, replacement, text)
         if "@" in text:
             text = self._sub("url", _SSH_REMOTE, r"\1/", text)
             text = self._sub("url", _SSH_GIT, "", text)
         folded = text.translate(LOWER)
         for shape in (*SECRETS, *NAMES):
-            if shape.rule not in self.keep and shape.may_be_in(folded):
-                if spans := sorted(shape.find(text)):
-                    text = self._replace(text, shape, spans)
-                    folded = text.translate(LOWER)
+            needed = not shape.needs or any(map(folded.__contains__, shape.needs))
+            if needed and shape.rule not in self.keep and (spans := sorted(shape.find(text))):
+                text = self._replace(text, shape, spans)
+                folded = text.translate(LOWER)
         return self._sub("process", _SMI_PROCESS, self._smi_process, text)
 
     def _known_secrets(self, text: str) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from bench.records import (
@@ -129,13 +130,18 @@ def _check_bench(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     return {**row, "status": status, "why": why}
 
 
+def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    """Return the items by their key, in the order in which the keys first appear."""
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def test_counts(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """How many test rows ended which way."""
-    counts = dict.fromkeys(OUTCOMES, 0)
-    for row in rows:
-        if row["kind"] == "test":
-            counts[row["outcome"]] += 1
-    return counts
+    counts = Counter(row["outcome"] for row in rows if row["kind"] == "test")
+    return {outcome: counts[outcome] for outcome in OUTCOMES}
 
 
 test_counts.__test__ = False  # not a test, whatever its name says to pytest

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from scripts.oneshot.record.shapes import AFTER, LOWER, NO_SECRET, Shape, Span, shapes
 
-# ---------------------------------------------------------------------------------- by its look
-
 _RUN = re.compile(r"[A-Za-z0-9]{20,}")
 _PICTURE = re.compile(r"data:[\w/+.-]+;base64,[A-Za-z0-9+/=\s]+")  # as a page and a plot have it
 _HEX_KEY = re.compile(
@@ -57,8 +55,6 @@ def _is_opaque(text: str, least: int) -> bool:
         and not re.match(r"[~.]?/|[\d.]+[A-Za-z%/]+$|\d{4}-\d\d-\d\d", text)
     )
 
-
-# ---------------------------------------------------------------------------------- by its name
 
 _WORD = r"(?<![A-Za-z0-9])"  # a whole word, or the last one after a "_" or "-"
 _STRONG = (
@@ -136,161 +132,103 @@ def _named(text: str) -> Iterator[Span]:
             yield match.start(group), end
 
 
-# ---------------------------------------------------------------------------------- all of them
-
-_VALUE = r"(?:\"([^\"\r\n]+)\"|'([^'\r\n]+)'|([^\s\"',;&|<>]+))"
-
 # Of chat, mail, rented GPUs: what stands beside such a name and looks like a key is one.
 _SERVICES = (
     "vast runpod lambda paperspace together tensordock jarvislabs coreweave hyperstack datacrunch"
     " verda fluidstack crusoe nebius salad modal replicate sparkpost mailgun mailjet sendgrid"
     " postmark mailchimp resend mattermost telegram discord slack twilio pushover wandb".split()
 )
-SECRETS: tuple[Shape, ...] = (
-    *shapes(
-        "pem",
-        "secret",
-        ("-----begin", r"-----BEGIN [A-Z0-9 ]+-----(?s:.*?)(?:-----END [A-Z0-9 ]+-----|\Z)"),
-    ),
-    *shapes(
-        "webhook",
-        "secret",
-        (  # whatever the service: who knows the address may post
-            "hook",
-            r"(?i)\bhttps?://(?:hooks\.[^\s\"'<>/]+/|[^\s\"'<>]{0,300}/(?:web)?hook(?:s|b2)?/)"
-            r"[^\s\"'<>]+",
-        ),
-    ),
+_TABLE = r"""
+pem -> secret
+    -----begin :: -----BEGIN [A-Z0-9 ]+-----(?s:.*?)(?:-----END [A-Z0-9 ]+-----|\Z)
+webhook -> secret
+    # Whatever the service: who knows the address may post.
+    hook :: (?i)\bhttps?://(?:hooks\.[^\s"'<>/]+/|[^\s"'<>]{0,300}/(?:web)?hook(?:s|b2)?/)
+        [^\s"'<>]+
     # Keys that their prefix names, as far as they do not look random anyhow: of hex digits or of
     # one case, short, or in several parts. The first ones are so distinct that they count inside a
     # word too.
+token -> secret
+    gh github_ gl :: gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{20,}
+        |gl(?:pat|dt|rt|cbt|ptt|ft|soat|imt|agent)-[A-Za-z0-9_-]{16,}
+    _ :: (?<![A-Za-z0-9_+-])(?:
+        (?:hf|rpa|npm|gsk|r8|fw|api_org|tgp_v1|ntn|lin_api|sntr[uy]s?|phx|sbp|nfp|jina)
+        _[A-Za-z0-9]{16,}
+        |(?:[rs]k_(?:live|test)|whsec|pit|wandb_v1|lsv2_(?:pt|sk)|gls?[ac]|KGAT|rubygems
+        |shp(?:at|ca|pa|ss)|do[opr]_v1|pscale_\w{2,5}|secret_\w+|dckr_[a-z]{2,4})
+        _[A-Za-z0-9_.-]{16,}
+        |re_[A-Za-z0-9]{6,}_[A-Za-z0-9]{16,})
+    - :: (?<![A-Za-z0-9_+-])(?:
+        (?:sk|pypi|nvapi|pplx|xai|csk|tvly|tskey|GOCSPX|ATATT|xapp|xox[a-z](?:\.xox[bp])?
+        |x(?:key|smtp)sib)-[A-Za-z0-9_-]{10,}
+        |NRAK-[A-Z0-9]{20,}|AGE-SECRET-KEY-[A-Z0-9]{20,}|[0-9a-f]{32}-us\d{1,2}\b
+        |a[ks]-[A-Za-z0-9]{22}(?![A-Za-z0-9]))
+    any :: (?<![A-Za-z0-9_+-])(?:A[KS]IA[A-Z0-9]{16}|SCW[A-Z0-9]{17}|LTAI[A-Za-z0-9]{12,20}
+        |AIza[A-Za-z0-9_-]{35}|(?:dapi|(?:pub)?key-|SK|AC|pul-)(?:[0-9a-f]{32}|[0-9a-f]{40}))
+        (?![A-Za-z0-9])
+    ya29. hvs. hvb. s. sl. .pt. sg. :: (?<![A-Za-z0-9_+-])
+        (?:(?:ya29|hv[bs]|sl|dp\.pt|SG\.[A-Za-z0-9_-]{16,})\.[A-Za-z0-9_-]{16,}
+        |s\.[A-Za-z0-9]{24}\b)
+    any :: \b[0-9a-f]{32}(?::[0-9a-f]{32}|(?:-[0-9a-f]{8}){2})\b
+    : :: \b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[0-9a-f]{32}\b
+    :aa :: (?<!\d)\d{8,10}:AA[A-Za-z0-9_-]{33}
+    1//0 :: \b1//0[A-Za-z0-9_-]{20,}
+    eyj :: (?<![A-Za-z0-9_+-])eyJ[A-Za-z0-9_-]{5,}(?:\.eyJ[A-Za-z0-9_-]{5,}|[\w-]{12,})
+        (?:\.[A-Za-z0-9_-]*)*=*
+    # A PEM block in base64.
+    ls0tls1crudjti :: LS0tLS1CRUdJTi[A-Za-z0-9+/=]+
+    aaaa :: \b(?:ssh-(?:rsa|dss|ed25519)|ecdsa-sha2-\S+)[ \t]+(AAAA[A-Za-z0-9+/=]+)
+place -> secret
+    # curl -u bob:secret, but not docker -u 1000:1000.
+    - :: (?<!\S)(?:-[A-Za-z]*[uU]|--(?:proxy-)?user)[ =](?:"[^\s:%"]+[:%]([^"\n]+)"
+        |'[^\s:%']+[:%]([^'\n]+)'|(?!\d+:\d+\b)[^\s:%"']+[:%]([^\s"']+))
+    -p :: (?<!\S)-p[ \t]+(?!no:)(?:<user>|[A-Za-z_][\w.-]*):([^\s"':/]*[A-Za-z][^\s"':/]*)
+    -p :: (?<!\S)-p[ =]["']?((?=\S*[a-z])(?=\S*\d)(?=\S*[A-Z!@#%^&*?])[^\s"'./<]{6,})
+    /p: :: (?<!\S)/p(?:assword)?:{VALUE}
+    ftp :: \bl?ftp{AFTER}-u[ \t]*[^\s,]+,([^\s"']+)
+    curl :: \bcurl{AFTER}-[uU][\w.-]+:([^\s"']+)
+    # -p after the option of a user's name, or of a program where it means nothing else.
+    -u :: (?<!\S)(?:-u|--username)[ =]?\S+[ \t]+(?:-p[ =]?|--pass[ =]){VALUE}
+    sshpass :: \bsshpass[ \t]+-p[ \t]*{VALUE}
+    mysql mariadb 7z :: \b(?:mysql\w*|mariadb\w*|7z\w?){AFTER}-p(?!\s){VALUE}
+    zip :: \b(?:unzip|zip){AFTER}-P[ \t]+{VALUE}
+    ldap :: \bldap\w+{AFTER}-w[ \t]+{VALUE}
+    htpasswd :: \bhtpasswd[ \t]+-\w*b\w*[ \t]+\S+[ \t]+\S+[ \t]+{VALUE}
+    redis-cli :: \bredis-cli{AFTER}-a[ \t]+{VALUE}
+    pass: :: (?<!\S)-pass(?:in|out)?[ \t]+["']?pass:([^\s"'<]+)
+    # netrc, in one line and in several; pgpass.
+    password :: (?i)\b(?:login|account|user)\s+\S+\s+password[ \t]+(\S+)
+    password :: (?im)^[ \t]*password[ \t]+(\S+)[ \t]*$
+    : :: (?m)^[\w.*-]+:(?:\d{4,5}|\*):[\w*.-]+:[\w*.-]+:(\S+)$
+    @ :: (?<![\w/.:-])[A-Za-z][\w.+-]*:((?!\d{1,5}@)[^\s:@/"'<>]{3,})@(?!sha\d|v?\d)[A-Za-z]
+    auth :: (?i)\bauth[ \t]*=[ \t]*\([ \t]*["'][^"'\n]*["'][ \t]*,[ \t]*["']([^"'\n]+)
+    authorization :: (?i)\b(?:proxy-)?authorization["']?\s*[:=]\s*["']?
+        ((?:bearer|basic|token|digest)\s+(?!<)(?:(?!</)[^\s"',;])+|(?!<)(?:(?!</)[^\s"',;]){4,})
+    bearer :: (?i)\bbearer\s+([A-Za-z0-9._~+/=-]{12,})
+    cookie :: (?i)\b(?:set-)?cookie["']?\s*:\s*["']?([^\s=;,"'<&]+=(?:(?!</)[^\r\n"'])+)
+    </ :: (?i)<\w*(?:{STRONG}|token)>([^<>\n]+)</
+    login :: \blogin(?:[ \t]+--?[\w-]+)*[ \t]+([0-9a-f]{32,128})\b
+    # Alone in its line; and a long number near its name.
+    token :: (?im)^[ \t]*[\w.-]*token["']?[ \t]*:[ \t]*["']?
+        ((?=[^\s]*[a-z])[^\s"',/]{6,})["']?[ \t]*,?[ \t]*$
+    key secret :: (?i)(?<!cache )(?<![A-Za-z0-9])(?:key|secret)s?[\s:="'(\[{-]{1,4}
+        (?:(?:is|hex|value)[\s:=]{1,3})?((?:0x)?(?:[0-9a-f]{64}){1,2})\b
+    {SERVICE_NAMES} :: (?i)\b(?:{SERVICE})[\w.-]*[ \t:="'-]{1,4}
+        (?:[a-z_]+[ \t:="'-]{1,4}){0,2}
+        ([0-9a-f]{30,}|[0-9A-Z]{30,}|[0-9a-z]{26}
+        |[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b
+    # As an option.
+    - :: (?i)(?<![\w-])--?(?:[a-z]+-)*(?:token|pass|{STRONG})(?:\\?["'])?(?:=|[ \t]+)
+        (?:"([^"\r\n]+)"|'([^'\r\n]+)'|\\?["']?((?!-)(?:(?!</)[^\s"',;&\\]){4,}))
+"""
+SECRETS: tuple[Shape, ...] = (
     *shapes(
-        "token",
-        "secret",
-        (
-            "gh github_ gl",
-            r"gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{20,}"
-            r"|gl(?:pat|dt|rt|cbt|ptt|ft|soat|imt|agent)-[A-Za-z0-9_-]{16,}",
-        ),
-        (
-            "_",
-            r"(?<![A-Za-z0-9_+-])(?:"
-            r"(?:hf|rpa|npm|gsk|r8|fw|api_org|tgp_v1|ntn|lin_api|sntr[uy]s?|phx|sbp|nfp|jina)"
-            r"_[A-Za-z0-9]{16,}"
-            r"|(?:[rs]k_(?:live|test)|whsec|pit|wandb_v1|lsv2_(?:pt|sk)|gls?[ac]|KGAT|rubygems"
-            r"|shp(?:at|ca|pa|ss)|do[opr]_v1|pscale_\w{2,5}|secret_\w+|dckr_[a-z]{2,4})"
-            r"_[A-Za-z0-9_.-]{16,}"
-            r"|re_[A-Za-z0-9]{6,}_[A-Za-z0-9]{16,})",
-        ),
-        (
-            "-",
-            r"(?<![A-Za-z0-9_+-])(?:"
-            r"(?:sk|pypi|nvapi|pplx|xai|csk|tvly|tskey|GOCSPX|ATATT|xapp|xox[a-z](?:\.xox[bp])?"
-            r"|x(?:key|smtp)sib)-[A-Za-z0-9_-]{10,}"
-            r"|NRAK-[A-Z0-9]{20,}|AGE-SECRET-KEY-[A-Z0-9]{20,}|[0-9a-f]{32}-us\d{1,2}\b"
-            r"|a[ks]-[A-Za-z0-9]{22}(?![A-Za-z0-9]))",
-        ),
-        (
-            "",
-            r"(?<![A-Za-z0-9_+-])(?:A[KS]IA[A-Z0-9]{16}|SCW[A-Z0-9]{17}|LTAI[A-Za-z0-9]{12,20}"
-            r"|AIza[A-Za-z0-9_-]{35}|(?:dapi|(?:pub)?key-|SK|AC|pul-)(?:[0-9a-f]{32}|[0-9a-f]{40}))"
-            r"(?![A-Za-z0-9])",
-        ),
-        (
-            "ya29. hvs. hvb. s. sl. .pt. sg.",
-            r"(?<![A-Za-z0-9_+-])"
-            r"(?:(?:ya29|hv[bs]|sl|dp\.pt|SG\.[A-Za-z0-9_-]{16,})\.[A-Za-z0-9_-]{16,}"
-            r"|s\.[A-Za-z0-9]{24}\b)",
-        ),
-        ("", r"\b[0-9a-f]{32}(?::[0-9a-f]{32}|(?:-[0-9a-f]{8}){2})\b"),
-        (":", r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[0-9a-f]{32}\b"),
-        (":aa", r"(?<!\d)\d{8,10}:AA[A-Za-z0-9_-]{33}"),
-        ("1//0", r"\b1//0[A-Za-z0-9_-]{20,}"),
-        (
-            "eyj",
-            r"(?<![A-Za-z0-9_+-])eyJ[A-Za-z0-9_-]{5,}(?:\.eyJ[A-Za-z0-9_-]{5,}|[\w-]{12,})"
-            r"(?:\.[A-Za-z0-9_-]*)*=*",
-        ),
-        ("ls0tls1crudjti", r"LS0tLS1CRUdJTi[A-Za-z0-9+/=]+"),  # a PEM block in base64
-        ("aaaa", r"\b(?:ssh-(?:rsa|dss|ed25519)|ecdsa-sha2-\S+)[ \t]+(AAAA[A-Za-z0-9+/=]+)"),
-    ),
-    *shapes(
-        "place",
-        "secret",
-        # curl -u bob:secret, but not docker -u 1000:1000
-        (
-            "-",
-            r"(?<!\S)(?:-[A-Za-z]*[uU]|--(?:proxy-)?user)[ =](?:\"[^\s:%\"]+[:%]([^\"\n]+)\""
-            r"|'[^\s:%']+[:%]([^'\n]+)'|(?!\d+:\d+\b)[^\s:%\"']+[:%]([^\s\"']+))",
-        ),
-        (
-            "-p ",
-            r"(?<!\S)-p[ \t]+(?!no:)(?:<user>|[A-Za-z_][\w.-]*):([^\s\"':/]*[A-Za-z][^\s\"':/]*)",
-        ),
-        (
-            "-p",
-            r"(?<!\S)-p[ =][\"']?((?=\S*[a-z])(?=\S*\d)(?=\S*[A-Z!@#%^&*?])[^\s\"'./<]{6,})",
-        ),
-        ("/p:", rf"(?<!\S)/p(?:assword)?:{_VALUE}"),
-        ("ftp", rf"\bl?ftp{AFTER}-u[ \t]*[^\s,]+,([^\s\"']+)"),
-        ("curl", rf"\bcurl{AFTER}-[uU][\w.-]+:([^\s\"']+)"),
-        # -p after the option of a user's name, or of a program where it means nothing else
-        ("-u", rf"(?<!\S)(?:-u|--username)[ =]?\S+[ \t]+(?:-p[ =]?|--pass[ =]){_VALUE}"),
-        ("sshpass", rf"\bsshpass[ \t]+-p[ \t]*{_VALUE}"),
-        ("mysql mariadb 7z", rf"\b(?:mysql\w*|mariadb\w*|7z\w?){AFTER}-p(?!\s){_VALUE}"),
-        ("zip", rf"\b(?:unzip|zip){AFTER}-P[ \t]+{_VALUE}"),
-        ("ldap", rf"\bldap\w+{AFTER}-w[ \t]+{_VALUE}"),
-        ("htpasswd", rf"\bhtpasswd[ \t]+-\w*b\w*[ \t]+\S+[ \t]+\S+[ \t]+{_VALUE}"),
-        ("redis-cli", rf"\bredis-cli{AFTER}-a[ \t]+{_VALUE}"),
-        ("pass:", r"(?<!\S)-pass(?:in|out)?[ \t]+[\"']?pass:([^\s\"'<]+)"),
-        # netrc, in one line and in several; pgpass
-        ("password", r"(?i)\b(?:login|account|user)\s+\S+\s+password[ \t]+(\S+)"),
-        ("password", r"(?im)^[ \t]*password[ \t]+(\S+)[ \t]*$"),
-        (":", r"(?m)^[\w.*-]+:(?:\d{4,5}|\*):[\w*.-]+:[\w*.-]+:(\S+)$"),
-        (
-            "@",
-            r"(?<![\w/.:-])[A-Za-z][\w.+-]*:((?!\d{1,5}@)[^\s:@/\"'<>]{3,})@(?!sha\d|v?\d)[A-Za-z]",
-        ),
-        (
-            "auth",
-            r"(?i)\bauth[ \t]*=[ \t]*\([ \t]*[\"'][^\"'\n]*[\"'][ \t]*,[ \t]*[\"']([^\"'\n]+)",
-        ),
-        (
-            "authorization",
-            r"(?i)\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?"
-            r"((?:bearer|basic|token|digest)\s+(?!<)(?:(?!</)[^\s\"',;])+|(?!<)(?:(?!</)[^\s\"',;]){4,})",
-        ),
-        ("bearer", r"(?i)\bbearer\s+([A-Za-z0-9._~+/=-]{12,})"),
-        (
-            "cookie",
-            r"(?i)\b(?:set-)?cookie[\"']?\s*:\s*[\"']?([^\s=;,\"'<&]+=(?:(?!</)[^\r\n\"'])+)",
-        ),
-        ("</", rf"(?i)<\w*(?:{_STRONG}|token)>([^<>\n]+)</"),
-        ("login", r"\blogin(?:[ \t]+--?[\w-]+)*[ \t]+([0-9a-f]{32,128})\b"),
-        # alone in its line; and a long number near its name
-        (
-            "token",
-            r"(?im)^[ \t]*[\w.-]*token[\"']?[ \t]*:[ \t]*[\"']?"
-            r"((?=[^\s]*[a-z])[^\s\"',/]{6,})[\"']?[ \t]*,?[ \t]*$",
-        ),
-        (
-            "key secret",
-            r"(?i)(?<!cache )(?<![A-Za-z0-9])(?:key|secret)s?[\s:=\"'(\[{-]{1,4}"
-            r"(?:(?:is|hex|value)[\s:=]{1,3})?((?:0x)?(?:[0-9a-f]{64}){1,2})\b",
-        ),
-        (
-            " ".join(_SERVICES),
-            rf"(?i)\b(?:{'|'.join(_SERVICES)})[\w.-]*[ \t:=\"'-]{{1,4}}"
-            r"(?:[a-z_]+[ \t:=\"'-]{1,4}){0,2}"
-            r"([0-9a-f]{30,}|[0-9A-Z]{30,}|[0-9a-z]{26}"
-            r"|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b",
-        ),
-        # as an option
-        (
-            "-",
-            rf"(?i)(?<![\w-])--?(?:[a-z]+-)*(?:token|pass|{_STRONG})(?:\\?[\"'])?(?:=|[ \t]+)"
-            r"(?:\"([^\"\r\n]+)\"|'([^'\r\n]+)'|\\?[\"']?((?!-)(?:(?!</)[^\s\"',;&\\]){4,}))",
-        ),
+        _TABLE,
+        VALUE=r"(?:\"([^\"\r\n]+)\"|'([^'\r\n]+)'|([^\s\"',;&|<>]+))",
+        STRONG=_STRONG,
+        SERVICE="|".join(_SERVICES),
+        SERVICE_NAMES=" ".join(_SERVICES),
+        AFTER=AFTER,
     ),
     Shape("named", "secret", (), _named),
     Shape("random", "secret", (), _random_runs),

@@ -8,9 +8,9 @@ import string
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 Span = tuple[int, int]
-Find = Callable[[str], Iterator[Span]]
 LOWER = {ord(c): c.lower() for c in string.ascii_uppercase}
 
 # What stands where a secret would, and is none: a placeholder, a variable, a type, nothing.
@@ -32,29 +32,39 @@ class Shape:
     rule: str
     placeholder: str
     needs: tuple[str, ...]
-    find: Find
-
-    def may_be_in(self, folded: str) -> bool:
-        """folded: the text in lower case."""
-        return not self.needs or any(map(folded.__contains__, self.needs))
+    find: Callable[[str], Iterator[Span]]
 
 
-def shapes(rule: str, placeholder: str, *rows: tuple[str, str]) -> list[Shape]:
-    """Shapes of (needs, pattern). Of a pattern with groups, what the groups hold is private, but
-    for what stands where a secret would, and is none."""
+def _private(pattern: re.Pattern[str], text: str) -> Iterator[Span]:
+    """What a pattern finds, or of one with groups what these hold, but for what stands where a
+    secret would, and is none."""
+    for match in pattern.finditer(text):
+        if not pattern.groups:
+            yield match.span()
+        for group in range(1, pattern.groups + 1):
+            if match.start(group) >= 0 and not NO_SECRET.match(match[group]):
+                yield match.span(group)
 
-    def finder(pattern: re.Pattern[str]) -> Find:
-        def find(text: str) -> Iterator[Span]:
-            for match in pattern.finditer(text):
-                if not pattern.groups:
-                    yield match.span()
-                for group in range(1, pattern.groups + 1):
-                    if match.start(group) >= 0 and not NO_SECRET.match(match[group]):
-                        yield match.span(group)
 
-        return find
+def shapes(table: str, **words: str) -> list[Shape]:
+    """Return the shapes of a table, in which {NAME} stands for words["NAME"].
 
-    return [Shape(rule, placeholder, tuple(n.split()), finder(re.compile(p))) for n, p in rows]
+    A line "rule -> placeholder" begins the shapes of a rule. Below it stands each shape as
+    "needs :: pattern", its needs separated by blanks, or "any"; a pattern goes on in the lines that
+    are indented further.
+    """
+    for name, word in words.items():
+        table = table.replace(f"{{{name}}}", word)
+    found = []
+    for line in re.sub(r"\n {5,}", "", table).splitlines():
+        if not line.startswith(" "):
+            rule, _, placeholder = line.partition(" -> ")
+        elif not line.lstrip().startswith("#"):
+            needs, _, pattern = line.strip().partition(" ::")
+            needed = () if needs == "any" else tuple(needs.split())
+            find = partial(_private, re.compile(pattern.lstrip()))
+            found.append(Shape(rule, placeholder, needed, find))
+    return found
 
 
 # Not a version: after "==" or "-cu", inside "lib.so.1.2.3.4", or in the name of a wheel.
@@ -96,129 +106,75 @@ def _ipv6(text: str) -> Iterator[Span]:
                     break
 
 
-_NAME = r"[A-Za-z_][\w.-]*"
-_HOST = r"((?!localhost\b)[A-Za-z0-9][\w.-]*)"
-_PEOPLE_AND_BOXES = (
+_TABLE = r"""
+email -> email
+    @ %40 =40 &#64; :: (?<![\w.+-])(?:<user>|[\w.+-]+)(?:@|%40|=40|&#64;)[A-Za-z0-9-]+
+        (?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}\b
+host -> <host>
+    # The prompt of a shell.
+    @ :: (?<![\w.+-])(?:{NAME}|<user>)@{HOST}(?=:[~/])
+    @ :: \b(?:ssh|scp|sftp|rsync|mosh|sshfs|ssh-copy-id){AFTER}{NAME}@{HOST}
+    <user> :: <user>(?:@|%40){HOST}
+    # Not a version, an image, a symbol of the C library, an action.
+    @ %40 :: (?<![\w.+@/<-])[a-z_][\w-]{1,31}(?:@|%40)(?!v?\d+\b|sha\d|localhost\b)
+        ([a-z][\w-]{2,62})(?![\w(\[@/-]|\.\w)
+    # Behind a public key.
+    aaaa <secret :: (?:AAAA[\w+/=]*|<secret-\d+>) [\w.-]+@([\w.-]+)
+    .internal .local .svc .lan .corp .intranet .home.arpa .consul .ts.net ::
+        (?<![\w.-])(?!(?:self|cls|args|config|ctx|info|threading|torch|nsa)\.)
+        ((?:[a-z0-9_-]+\.)+(?:internal|local|svc|lan|corp|intranet|localdomain
+        |home\.arpa|consul|ts\.net))(?![\w(-]|\.\w)
+    .amazonaws.com .cloudapp. .googleusercontent.com .runpod. .vast.ai ::
+        (?<![\w.-])((?:[a-z0-9_-]+\.)+(?:amazonaws\.com|cloudapp\.(?:net|azure\.com)
+        |googleusercontent\.com|proxy\.runpod\.(?:net|io))|ssh\d*\.vast\.ai)(?![\w-]|\.\w)
+    - :: (?<![\w.])((?:ip|ec2|node|host|gpu|pod|vm)-(?:\d{1,3}-){3}\d{1,3}
+        (?:\.[a-z][\w.-]*)?)(?![\w-])
+    - :: (?<![\w.-])((?:\d{1,3}-){3}\d{1,3}(?:\.[a-z][a-z0-9-]+)+)(?![\w-])
+    .in-addr.arpa :: \b((?:\d{1,3}\.){4}in-addr\.arpa)\b
+    host nodename master_addr nodelist fqdn ::
+        (?i)(?<![a-z0-9])(?:host_?name|(?:slurmd?_)?nodename|master_addr|slurm\w*_nodelist|fqdn)
+        (?:["']?[ \t]*:[ \t]*|=)["']?(?!localhost\b|\d)
+        ([a-z][\w.-]*(?:\[[\d,-]+\])?)(?![\w(\[])
+    resolve :: (?i)\bresolve (?:host ?name|host)[ \t]+["']?{HOST}
+    connect :: (?i)\bconnect\w*[ \t]+to[ \t]+(?:host[ \t]+)?\[?(?!\d){HOST}\]?:\d{2,5}\b
+    nccl :: (?m)^(?!\d){HOST}:\d+:\d+ \[\d+\] NCCL[ ]
+    # A line of syslog.
+    : :: (?m)^[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d {HOST}[ ]
+    arn:aws i-0 :: \barn:aws[\w-]*:[\w-]*:[\w-]*:(\d{12}):|\b(i-[0-9a-f]{17})\b
+user -> <user>
+    @<host %40<host @localhost :: (?<![\w.+-])(?!root@)({NAME})(?:@|%40)(?=<host>|localhost\b)
+    user logname :: \b(?:USER|LOGNAME|USERNAME)=(?!root\b)([A-Za-z][\w.-]*)
+    login: logname username :: (?i)\b(?:username|login|logname)["']?[ \t]*:[ \t]*["']?
+        (?!root\b)([a-z][\w.-]*)
+    \users\ :: \b[A-Za-z]:\\+Users\\+([^\\\s"'<>]+)
+path -> ~
+    /home /users :: (?:(?<![\w/:.-])(?:/[\w.-]+){1,2})?/(?:home|homes|Users|users)/(?!<)
+        [A-Za-z0-9._-]+
+board -> <board>
+    serial board part :: (?i)\b(?:serial(?:[ _]number)?|board[ _]id|(?:board|gpu)[ _]part[ _]
+        number)["']?\s*[:=]\s*["']?((?!N/A)[^\s"',;}\]]+)
+gpu -> gpu
+    gpu- mig- :: (?i)\b(?:GPU|MIG)-[0-9a-f]{8}(?:(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?![\w]))
+pci -> pci
+    : :: \b(?:[0-9A-Fa-f]{4}){1,2}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\b
+    # A short one looks like a time, so it must be called by its name.
+    pci :: (?i)\bPCI[ :=_-]*(?:(?:bus|id|slot|device|address)[ :=_-]*)*
+        ((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)\b
+mac -> mac
+    : :: (?i)(?<![0-9a-f:-])(?:[0-9a-f]{2}:){5}[0-9a-f]{2}(?![0-9a-f:-])
+    # Without a letter it may be six sizes of a test.
+    - :: (?i)(?<![0-9a-z-])(?=[0-9-]*[a-f])(?:[0-9a-f]{2}-){5}[0-9a-f]{2}(?![0-9a-z-])
+    . :: (?i)(?<![0-9a-z.])(?=[0-9.]*[a-f])(?:[0-9a-f]{4}\.){2}[0-9a-f]{4}(?![0-9a-z.])
+    wlx enx :: \b(?:wlx|enx)[0-9a-f]{12}\b
+    hwaddr mac :: (?i)\b(?:hwaddr|mac(?:[ _]addr(?:ess)?)?)[ \t:=]{1,3}([0-9a-f]{12})\b
+"""
+NAMES: tuple[Shape, ...] = (
     *shapes(
-        "email",
-        "email",
-        (
-            "@ %40 =40 &#64;",
-            r"(?<![\w.+-])(?:<user>|[\w.+-]+)(?:@|%40|=40|&#64;)[A-Za-z0-9-]+"
-            r"(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}\b",
-        ),
-    ),
-    *shapes(
-        "host",
-        "<host>",
-        ("@", rf"(?<![\w.+-])(?:{_NAME}|<user>)@{_HOST}(?=:[~/])"),  # the prompt of a shell
-        ("@", rf"\b(?:ssh|scp|sftp|rsync|mosh|sshfs|ssh-copy-id){AFTER}{_NAME}@{_HOST}"),
-        ("<user>", rf"<user>(?:@|%40){_HOST}"),
-        # Not a version, an image, a symbol of the C library, an action.
-        (
-            "@ %40",
-            r"(?<![\w.+@/<-])[a-z_][\w-]{1,31}(?:@|%40)(?!v?\d+\b|sha\d|localhost\b)"
-            r"([a-z][\w-]{2,62})(?![\w(\[@/-]|\.\w)",
-        ),
-        ("aaaa <secret", r"(?:AAAA[\w+/=]*|<secret-\d+>) [\w.-]+@([\w.-]+)"),  # behind a public key
-        (
-            ".internal .local .svc .lan .corp .intranet .home.arpa .consul .ts.net",
-            r"(?<![\w.-])(?!(?:self|cls|args|config|ctx|info|threading|torch|nsa)\.)"
-            r"((?:[a-z0-9_-]+\.)+(?:internal|local|svc|lan|corp|intranet|localdomain"
-            r"|home\.arpa|consul|ts\.net))(?![\w(-]|\.\w)",
-        ),
-        (
-            ".amazonaws.com .cloudapp. .googleusercontent.com .runpod. .vast.ai",
-            r"(?<![\w.-])((?:[a-z0-9_-]+\.)+(?:amazonaws\.com|cloudapp\.(?:net|azure\.com)"
-            r"|googleusercontent\.com|proxy\.runpod\.(?:net|io))|ssh\d*\.vast\.ai)(?![\w-]|\.\w)",
-        ),
-        (
-            "-",
-            r"(?<![\w.])((?:ip|ec2|node|host|gpu|pod|vm)-(?:\d{1,3}-){3}\d{1,3}"
-            r"(?:\.[a-z][\w.-]*)?)(?![\w-])",
-        ),
-        ("-", r"(?<![\w.-])((?:\d{1,3}-){3}\d{1,3}(?:\.[a-z][a-z0-9-]+)+)(?![\w-])"),
-        (".in-addr.arpa", r"\b((?:\d{1,3}\.){4}in-addr\.arpa)\b"),
-        (
-            "host nodename master_addr nodelist fqdn",
-            r"(?i)(?<![a-z0-9])(?:host_?name|(?:slurmd?_)?nodename|master_addr|slurm\w*_nodelist|fqdn)"
-            r"(?:[\"']?[ \t]*:[ \t]*|=)[\"']?(?!localhost\b|\d)"
-            r"([a-z][\w.-]*(?:\[[\d,-]+\])?)(?![\w(\[])",
-        ),
-        ("resolve", rf"(?i)\bresolve (?:host ?name|host)[ \t]+[\"']?{_HOST}"),
-        (
-            "connect",
-            rf"(?i)\bconnect\w*[ \t]+to[ \t]+(?:host[ \t]+)?\[?(?!\d){_HOST}\]?:\d{{2,5}}\b",
-        ),
-        (" nccl ", rf"(?m)^(?!\d){_HOST}:\d+:\d+ \[\d+\] NCCL "),
-        (":", rf"(?m)^[A-Z][a-z]{{2}} [ \d]\d \d\d:\d\d:\d\d {_HOST} "),  # syslog
-        ("arn:aws i-0", r"\barn:aws[\w-]*:[\w-]*:[\w-]*:(\d{12}):|\b(i-[0-9a-f]{17})\b"),
-    ),
-    *shapes(
-        "user",
-        "<user>",
-        (
-            "@<host %40<host @localhost",
-            rf"(?<![\w.+-])(?!root@)({_NAME})(?:@|%40)(?=<host>|localhost\b)",
-        ),
-        ("user logname", r"\b(?:USER|LOGNAME|USERNAME)=(?!root\b)([A-Za-z][\w.-]*)"),
-        (
-            "login: logname username",
-            r"(?i)\b(?:username|login|logname)[\"']?[ \t]*:[ \t]*[\"']?"
-            r"(?!root\b)([a-z][\w.-]*)",
-        ),
-        ("\\users\\", r"\b[A-Za-z]:\\+Users\\+([^\\\s\"'<>]+)"),
-    ),
-    *shapes(
-        "path",
-        "~",
-        (
-            "/home /users",
-            r"(?:(?<![\w/:.-])(?:/[\w.-]+){1,2})?/(?:home|homes|Users|users)/(?!<)"
-            r"[A-Za-z0-9._-]+",
-        ),
-    ),
-)
-_HARDWARE_AND_ADDRESSES = (
-    *shapes(
-        "board",
-        "<board>",
-        (
-            "serial board part",
-            r"(?i)\b(?:serial(?:[ _]number)?|board[ _]id|(?:board|gpu)[ _]part[ _]"
-            r"number)[\"']?\s*[:=]\s*[\"']?((?!N/A)[^\s\"',;}\]]+)",
-        ),
-    ),
-    *shapes(
-        "gpu",
-        "gpu",
-        (
-            "gpu- mig-",
-            r"(?i)\b(?:GPU|MIG)-[0-9a-f]{8}(?:(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?![\w]))",
-        ),
-    ),
-    *shapes(
-        "pci",
-        "pci",
-        (":", r"\b(?:[0-9A-Fa-f]{4}){1,2}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\b"),
-        # A short one looks like a time, so it must be called by its name.
-        (
-            "pci",
-            r"(?i)\bPCI[ :=_-]*(?:(?:bus|id|slot|device|address)[ :=_-]*)*"
-            r"((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)\b",
-        ),
-    ),
-    *shapes(
-        "mac",
-        "mac",
-        (":", r"(?i)(?<![0-9a-f:-])(?:[0-9a-f]{2}:){5}[0-9a-f]{2}(?![0-9a-f:-])"),
-        # Without a letter it may be six sizes of a test.
-        ("-", r"(?i)(?<![0-9a-z-])(?=[0-9-]*[a-f])(?:[0-9a-f]{2}-){5}[0-9a-f]{2}(?![0-9a-z-])"),
-        (".", r"(?i)(?<![0-9a-z.])(?=[0-9.]*[a-f])(?:[0-9a-f]{4}\.){2}[0-9a-f]{4}(?![0-9a-z.])"),
-        ("wlx enx", r"\b(?:wlx|enx)[0-9a-f]{12}\b"),
-        ("hwaddr mac", r"(?i)\b(?:hwaddr|mac(?:[ _]addr(?:ess)?)?)[ \t:=]{1,3}([0-9a-f]{12})\b"),
+        _TABLE,
+        NAME=r"[A-Za-z_][\w.-]*",
+        HOST=r"((?!localhost\b)[A-Za-z0-9][\w.-]*)",
+        AFTER=AFTER,
     ),
     Shape("ip", "ip", (".",), _ipv4),
     Shape("ip", "ip", (":",), _ipv6),
 )
-NAMES: tuple[Shape, ...] = (*_PEOPLE_AND_BOXES, *_HARDWARE_AND_ADDRESSES)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from scripts.oneshot.record import bundle as bundles
 from scripts.oneshot.record import markdown
+from scripts.oneshot.record.journal import parse_json
 from scripts.oneshot.record.markdown import cell, code, num, pct, span
+from scripts.oneshot.record.model import check_shape
 from scripts.oneshot.record.reading import read_text
 from scripts.oneshot.record.rows import is_number
 from scripts.oneshot.report.blocks import Code, Fold, Section, Table, View
@@ -64,8 +67,8 @@ def health(view: View) -> Section:
     if markdown.is_interval(measured.get("sm_mhz")):
         low, high = measured["sm_mhz"]
         rows.append(("SM clock, lowest and highest", f"{num(low)} and {num(high)} MHz", "-"))
-    table = [Table("what|measured|of nominal", rows)] if rows else []
-    return Section("Box health", table, fold=True)
+    table = rows and Table("what|measured|of nominal", rows)
+    return Section("Box health", [table], fold=True)
 
 
 def _spent(stage: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
@@ -110,20 +113,19 @@ def stages(view: View) -> Section:
     return Section("Stages", [exit_code, table], fold=True)
 
 
-def _routing(folder: Path) -> Mapping[str, Any]:
-    try:
-        routing = json.loads(read_text(folder, "routing.json") or "{}")
-    except ValueError:
-        return {}
-    return routing if isinstance(routing, dict) else {}
+def _routing(folder: Path, name: str, shape: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A list of routing.json whose items have this shape; empty where it cannot be read."""
+    with suppress(ValueError, KeyError, TypeError):
+        listed = parse_json(read_text(folder, "routing.json") or "{}")[name]
+        check_shape(name, listed, [shape])
+        return listed
+    return []
 
 
 def flags_of(folder: Path) -> dict[str, tuple[Any, Any]]:
     """(value, source) of every flag that routing.json names; {} where it cannot be read."""
-    try:
-        return {f["name"]: (f["value"], f["source"]) for f in _routing(folder).get("flags", [])}
-    except (KeyError, TypeError):
-        return {}
+    flags = _routing(folder, "flags", {"name": str, "value": object, "source": object})
+    return {flag["name"]: (flag["value"], flag["source"]) for flag in flags}
 
 
 def _flags(view: View) -> list[tuple[str, str, str]]:
@@ -149,11 +151,8 @@ def _calls(folder: Path) -> list[tuple[str, str, str]]:
     over = lambda call: "; ".join(
         f"{code(k, 80)}: {cell(why, 200)}" for k, why in list(call["passed_over"].items())[:20]
     )
-    try:
-        calls = _routing(folder).get("calls", [])
-        return [(cell(call["call"], 60), kernels(call), over(call)) for call in calls]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []
+    calls = _routing(folder, "calls", {"call": object, "kernels": list, "passed_over": dict})
+    return [(cell(call["call"], 60), kernels(call), over(call)) for call in calls]
 
 
 CGROUP = ("cgroup_cpu", "cgroup_memory")
@@ -194,9 +193,9 @@ def environment(view: View) -> Section:
     calls = _calls(view.folder)
     heads = "call|kernels, in order|faster ones passed over"
     blocks = [
-        *([Fold("What the doctor said", [Table("doctor|level|what", doctor)])] if doctor else []),
+        doctor and Fold("What the doctor said", [Table("doctor|level|what", doctor)]),
         *probed(view.data["env"]),
-        *([Fold("Kernels of a call", [Table(heads, calls)])] if calls else []),
+        calls and Fold("Kernels of a call", [Table(heads, calls)]),
         Fold("Effective flags", [Table("flag|value|source", _flags(view))]),
     ]
     return Section("Environment", blocks, issue=False)
@@ -249,8 +248,8 @@ def files(view: View) -> Section:
         if name not in MADE_HERE and not name.startswith("plots/"):
             fixed = name not in STILL_CHANGING
             rows.append((code(name), markdown.size(path.stat().st_size) if fixed else "-"))
-    table = [Table("file|size", rows)] if rows else []
-    return Section("Files of the bundle", table, fold=True, issue=False)
+    table = rows and Table("file|size", rows)
+    return Section("Files of the bundle", [table], fold=True, issue=False)
 
 
 def last_words(view: View) -> list[str]:

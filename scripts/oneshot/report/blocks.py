@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -135,14 +135,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Section:
+    """What stands under one heading; blocks that are empty or None are left out."""
+
     title: str
     blocks: Sequence[Any]
     fold: bool = False
     issue: bool = True  # also in issue.md
-    id: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "id", re.sub(r"\W+", "-", self.title.lower()).strip("-"))
+        object.__setattr__(self, "blocks", [block for block in self.blocks if block])
+
+    @property
+    def id(self) -> str:
+        return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
 
 def paragraphs(text: str, **words: str) -> list[str]:

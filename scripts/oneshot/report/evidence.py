@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scripts.oneshot.record.markdown import cell, code, is_interval, num, pct, us, us_ci
-from scripts.oneshot.record.rows import NUMBERED, is_number
+from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
 from scripts.oneshot.report.blocks import Bar, Head, Shape, Table, View
 
 ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where it did not run
@@ -35,13 +35,10 @@ SIZES = (
     ("query and key head size", ("dk", "D")), ("value head size", ("dv", "Dv")), ("l", ("l",)),
     ("d", ("d",)), ("l_sel", ("l_sel",)), ("n_sel", ("n_sel",)), ("window", ("w",)),
 )  # fmt: skip
-VARIED = (("sequences", ("B",)), ("dtype", ("dtype",)))
+VARIED = (("sequences", "B"), ("dtype", "dtype"))
 NAMED_BY_CASE = ("sel", "nccl")  # the case says every size
 COLUMNS = ("case", "status", "time", "baseline", "speedup", "path", "ceiling", "notes")
 ISSUE_COLUMNS = ("case", "status", "time", "baseline", "speedup", "why")
-
-
-# ---------------------------------------------------------------------------------- bench rows
 
 
 def noise_floor(health: Mapping[str, Any] | None) -> float | None:
@@ -147,16 +144,14 @@ def is_toy(row: Mapping[str, Any]) -> bool:
 def bench_blocks(view: View, keep: Callable[[Mapping[str, Any]], bool]) -> list[Any]:
     """Heading, sizes and table of each bench that has rows for which `keep` holds."""
     shape, every = view.shape, [r for r in view.rows["bench"] if keep(r)]
+    groups = grouped(every, lambda r: str(r.get("bench")))
     out: list[Any] = []
-    for name in dict.fromkeys([*BENCHES, *sorted(str(r.get("bench")) for r in every)]):
-        rows = [r for r in every if str(r.get("bench")) == name]
-        if not rows:
-            continue
-        shown = rows
+    for name in dict.fromkeys([*BENCHES, *sorted(groups)]):
+        shown = rows = groups.get(name, [])
         if shape.issue:  # what no baseline stands beside is in report.md
             shown = [r for r in rows if r["status"] != "VALID" or is_number(r.get("speedup"))]
-            if not shown:
-                continue
+        if not shown:
+            continue
         doubt = {"VALID": 2, "UNSTABLE": 1}  # what is wrong first, then what is doubtful
         shown = sorted(shown, key=lambda r: doubt.get(r["status"], 0))[: shape.rows]
         counts = counts_text(Counter(r["status"] for r in rows))
@@ -222,13 +217,10 @@ def problem(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line per problem that `rows` measured: its sizes, and what varies between its rows."""
-    groups: dict[tuple, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(problem(row), []).append(row)
-    out = []
+    groups, out = grouped(rows, problem), []
     for sizes, mine in groups.items():
         parts = list(sizes)
-        for words, (name,) in VARIED:
+        for words, name in VARIED:
             values = dict.fromkeys(num(r[name]) for r in mine if r.get(name) is not None)
             parts += [f"{words} {', '.join(values)}"] if values else []
         if parts:
@@ -239,9 +231,6 @@ def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {name}" for name, n in sorted(counts.items()) if n) or "none"
-
-
-# --------------------------------------------------------------------------------- parity rows
 
 
 def parity_view(row: Mapping[str, Any], text: int = 400) -> dict[str, str]:
@@ -276,9 +265,7 @@ def worst_of(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 def parity_ops(rows: Sequence[Mapping[str, Any]], shape: Shape) -> Iterator[list[Any]]:
     """Per operator: how many cases passed, and the one nearest to its limit."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(str(row.get("op") or "other"), []).append(row)
+    groups = grouped(rows, lambda row: str(row.get("op") or "other"))
     for op, mine in list(groups.items())[: shape.rows]:
         worst = worst_of(mine)
         view = parity_view(worst, shape.text) if worst else dict.fromkeys(PARITY, "-")

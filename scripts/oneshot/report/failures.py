@@ -128,4 +128,4 @@ def failures(view: View) -> Section:
         if log and log.strip():
             shown = fence(excerpt(log, shape.log_lines, str(stage["log"])))
             blocks += [f"From {cell(stage['log'], 120)}:", Code(shown)]
-    return Section("Failures", [b for b in blocks if b])
+    return Section("Failures", blocks)

@@ -17,7 +17,7 @@ from scripts.oneshot.box import cards
 from scripts.oneshot.record.judge import is_cut
 from scripts.oneshot.record.markdown import cell, code, fence, num, pct, us
 from scripts.oneshot.record.model import StageResult
-from scripts.oneshot.record.rows import NUMBERED, is_number
+from scripts.oneshot.record.rows import NUMBERED, grouped, is_number, whys
 from scripts.oneshot.report import committed, evidence
 from scripts.oneshot.report.about import flags_of
 from scripts.oneshot.report.blocks import Answer, Bars, Code, Fold, View
@@ -163,9 +163,7 @@ def _score(view: View) -> str:
     """The score with what it is made of, or what it lacks."""
     found = view.data["score"]
     if found["percent"] is None:
-        lacks: dict[str, list[str]] = {}
-        for case, why in found["missing"].items():
-            lacks.setdefault(cell(why, 200), []).append(case)
+        lacks = grouped(found["missing"], lambda case: cell(found["missing"][case], 200))
         told = "; ".join(f"{', '.join(cases)}: {why}" for why, cases in lacks.items())
         return f"No score: {told}."
     star = "\\*"
@@ -190,13 +188,11 @@ def _beside(pairs: Mapping[tuple[str, str, int], float], here: set[int]) -> str:
     """What other implementations took on this kind of card, at the lengths that this run timed or,
     without one of them, at all."""
     words = {"fwd": "forward", "fwd+bwd": "forward and backward"}
-    groups: dict[tuple[str, str], list[str]] = {}
-    for other, way, tokens in [key for key in pairs if key[2] in here] or pairs:
-        size = f"{pairs[other, way, tokens]:.2f} at {evidence.tokens(tokens)}"
-        groups.setdefault((other, way), []).append(size)
+    size = lambda key: f"{pairs[key]:.2f} at {evidence.tokens(key[2])}"
+    groups = grouped([key for key in pairs if key[2] in here] or pairs, lambda key: key[:2])
     said = "; ".join(
-        f"{cell(other, 40)}, {words.get(way, cell(way, 20))}, {', '.join(sizes)} tokens"
-        for (other, way), sizes in groups.items()
+        f"{cell(other, 40)}, {words.get(way, cell(way, 20))}, {', '.join(map(size, keys))} tokens"
+        for (other, way), keys in groups.items()
     )
     return f"Times as long as NSA took, in pairs on a card of this name (committed rows): {said}."
 
@@ -255,11 +251,11 @@ def failed(view: View) -> Answer:
             f"Time or memory did not reach for {named}. This runs them and keeps what passed:",
             Code(fence(again, "bash")),
         ]
-    reasons: dict[str, list[str]] = {}
-    for s in left:
-        if s["status"] in ("NOT_RUN", "SKIPPED") and s.get("required", True) and s not in cut:
-            reasons.setdefault(cell(s.get("reason"), 300), []).append(code(s["id"], 60))
-    blocks += [f"Did not run: {', '.join(ids)}: {why}." for why, ids in reasons.items()]
+    absent = lambda s: s["status"] in ("NOT_RUN", "SKIPPED") and s.get("required", True)
+    lost = [s for s in left if absent(s) and s not in cut]
+    reasons = grouped(lost, lambda s: cell(s.get("reason"), 300))
+    for why, stages in reasons.items():
+        blocks.append(f"Did not run: {', '.join(code(s['id'], 60) for s in stages)}: {why}.")
     status = data["verdict"]["status"]
     if wrong:
         return Answer(question, f"**{_count(wrong, 'stage')}.**", "bad", blocks)
@@ -269,9 +265,6 @@ def failed(view: View) -> Answer:
     if cut:
         return Answer(question, "Nothing, but not everything ran.", "doubt", blocks)
     return Answer(question, "Nothing.", "good")
-
-
-# ---------------------------------------------------------------------------------- remarks
 
 
 def _of_the_box(view: View) -> Iterator[str]:
@@ -290,8 +283,7 @@ def _of_the_box(view: View) -> Iterator[str]:
     if health.get("throttled"):
         yield "The card throttled while its health was measured"
     if str(health.get("status")) not in ("OK", "PASS", "None"):
-        whys = health.get("why") if isinstance(health.get("why"), list) else [health.get("why")]
-        yield f"{cell(health['status'], 20)}: {cell('; '.join(map(str, whys)), t)}"
+        yield f"{cell(health['status'], 20)}: {cell('; '.join(whys(health)), t)}"
     yield from cards.warnings(data)
     yield from _doctor(view, ("BLOCK",))
 
@@ -377,21 +369,19 @@ def _of_less_weight(view: View) -> Iterator[str]:
         yield f"The noise floor was not measured; {pct(ASSUMED_FLOOR)} counts as no difference"
     yield from _doctor(view, ("WARN",))
     for status in ("INVALID", "FAILED", "UNSTABLE", "SKIPPED"):
-        whys = [
+        cases = [
             f"{code(r['case'], 120)} ({cell('; '.join(r['why']), t // 3)})"
             for r in bench
             if r["status"] == status
         ]
-        if whys:
-            more = f"; and {len(whys) - NAMED} more" if len(whys) > NAMED else ""
-            yield f"{_count(whys, 'bench case')} {status}: {'; '.join(whys[:NAMED])}{more}"
-    reasons: dict[str, list[str]] = {}
-    for row in view.rows["test"]:
-        if row["outcome"] == "skipped":
-            reasons.setdefault(cell(row.get("reason"), t), []).append(code(row["nodeid"], 120))
-    for reason, names in sorted(reasons.items(), key=lambda one: -len(one[1])):
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield f"{_count(names, 'test')} skipped: {reason}: {names[0]}{more}"
+        if cases:
+            more = f"; and {len(cases) - NAMED} more" if len(cases) > NAMED else ""
+            yield f"{_count(cases, 'bench case')} {status}: {'; '.join(cases[:NAMED])}{more}"
+    skipped = [row for row in view.rows["test"] if row["outcome"] == "skipped"]
+    reasons = grouped(skipped, lambda row: cell(row.get("reason"), t))
+    for reason, rows in sorted(reasons.items(), key=lambda one: -len(one[1])):
+        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        yield f"{_count(rows, 'test')} skipped: {reason}: {code(rows[0]['nodeid'], 120)}{more}"
     yield from _notes(view, loud=False)
 
 

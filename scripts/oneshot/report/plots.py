@@ -10,12 +10,13 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from scripts.oneshot.record.journal import write_atomic
 from scripts.oneshot.record.reading import held_to_rules
-from scripts.oneshot.record.rows import NUMBERED, is_number
+from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
 from scripts.oneshot.report.evidence import is_toy, timed
 from scripts.oneshot.report.sections import losses
 
@@ -54,17 +55,15 @@ def roofline(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
     rows = [r for r in rows if known(r) and not is_toy(r)]
     if not rows:
         return False
-    names = list(dict.fromkeys(str(r.get("bench")) for r in rows))
-    for i, name in enumerate(names):
-        for status in NUMBERED:
-            mine = [r for r in rows if str(r.get("bench")) == name and r["status"] == status]
-            if not mine:
-                continue
-            colour = COLOURS[i % len(COLOURS)]
+    benches = grouped(rows, lambda r: str(r.get("bench")))
+    for colour, (name, of_bench) in zip(cycle(COLOURS), benches.items(), strict=False):
+        of_status = grouped(of_bench, lambda r: r["status"])
+        for status in (status for status in NUMBERED if status in of_status):
+            mine, valid = of_status[status], status == "VALID"
             ax.scatter(
                 [r["flops"] / r["bytes"] for r in mine], [r["tflops"] for r in mine], s=22,
-                edgecolors=colour, facecolors=colour if status == "VALID" else "none",
-                label=_label(name if status == "VALID" else f"{name} (unstable)"),
+                edgecolors=colour, facecolors=colour if valid else "none",
+                label=_label(name if valid else f"{name} (unstable)"),
             )  # fmt: skip
     health = data["health"] or {}
     gbs, peak = health.get("copy_gbs"), health.get("gemm_bf16_tflops")
@@ -124,7 +123,8 @@ def draw(data: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
                     path.unlink()  # of an earlier rendering
                 continue
             image = io.BytesIO()
-            figure.savefig(image, format="svg", transparent=True, metadata={"Date": None})
+            unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            figure.savefig(image, format="svg", transparent=True, metadata=unsaid)
         write_atomic(path, image.getvalue().decode("utf-8"))
         out.append((title, f"plots/{name}"))
     return out

@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +105,15 @@ def render_page(
     data: Mapping[str, Any], folder: Path, plots: Plots = (), extra: Sequence[str] = ()
 ) -> str:
     """The same report as one HTML page that needs no other file and no network."""
-    from scripts.oneshot.report import page
+    from markupsafe import Markup
 
     drawings = {}
-    for number, (title, path) in enumerate(plots):
-        source = read_text(folder, path) or ""
-        with suppress(ValueError):  # a plot is an illustration
-            drawings[path] = page.svg(source, f"p{number}-", title)
+    for number, (_, path) in enumerate(plots):
+        # Our own drawing (plots.py), whose texts are escaped, without what stands before <svg>; its
+        # names are its own on a page with several.
+        _, tag, rest = (read_text(folder, path) or "").partition("<svg")
+        source = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>p{number}-", tag + rest)
+        drawings[path] = Markup(source)
     shown = document(data, folder, Shape(), plots=plots, extra=extra)
     name = str(data["git"].get("short") or "report")
     title = f"{name} on a CPU" if data["scope"] == "cpu" else name

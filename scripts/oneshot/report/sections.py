@@ -10,7 +10,7 @@ from typing import Any
 from scripts.oneshot.box import cards
 from scripts.oneshot.record.markdown import cell, code, num, pct, span, sparkline
 from scripts.oneshot.record.reading import read_text
-from scripts.oneshot.record.rows import is_number
+from scripts.oneshot.record.rows import grouped, is_number
 from scripts.oneshot.report import evidence
 from scripts.oneshot.report.about import environment, files, health, stages, this_run
 from scripts.oneshot.report.blocks import Fold, Section, Table, View, paragraphs
@@ -26,7 +26,7 @@ def gpus(view: View) -> Section:
         "and context parallelism on all that are good."
     )
     rows = [list(row.values()) for row in table]
-    return Section("GPUs", [text, Table(heads, rows)] if rows else [])
+    return Section("GPUs", rows and [text, Table(heads, rows)])
 
 
 LEGEND = """
@@ -82,16 +82,16 @@ def _legend(view: View) -> Fold:
 def speed(view: View) -> Section:
     apart = lambda r: r.get("bench") in evidence.APART or evidence.is_toy(r)
     blocks = evidence.bench_blocks(view, lambda r: not apart(r))
-    pictures = view.pictures("roofline")
-    legend = [_legend(view)] if view.rows["bench"] and not view.shape.issue else []
-    return Section("Speed at real sizes", [*blocks, *pictures, *legend] if blocks else [])
+    if blocks:
+        blocks += [*view.pictures("roofline"), None if view.shape.issue else _legend(view)]
+    return Section("Speed at real sizes", blocks)
 
 
 def toys(view: View) -> Section:
     keep = lambda r: evidence.is_toy(r) and r.get("bench") not in evidence.APART
     blocks = evidence.bench_blocks(view, keep)
-    text = paragraphs(TOYS) if blocks else []
-    return Section("Speed at toy sizes", [*text, *blocks], fold=True, issue=False)
+    blocks = [*paragraphs(TOYS), *blocks] if blocks else []
+    return Section("Speed at toy sizes", blocks, fold=True, issue=False)
 
 
 def parity(view: View) -> Section:
@@ -117,13 +117,10 @@ def parity(view: View) -> Section:
 
 def by_file(view: View) -> list[Fold]:
     """Result and time of the tests of each file; several processes have taken the files apart."""
-    files: dict[str, list[Any]] = {}
-    for test in view.rows["test"]:
-        file, found, _ = str(test["nodeid"]).partition(".py::")
-        if found:
-            files.setdefault(file.rpartition("/")[2], []).append(test)
+    in_files = [test for test in view.rows["test"] if ".py::" in str(test["nodeid"])]
+    name = lambda test: str(test["nodeid"]).partition(".py::")[0].rpartition("/")[2]
     rows = []
-    for file, tests in sorted(files.items()):
+    for file, tests in sorted(grouped(in_files, name).items()):
         outcomes = Counter(str(test["outcome"]) for test in tests)
         spent = sum(t["duration_s"] for t in tests if is_number(t.get("duration_s")))
         rows.append([code(file, 80), evidence.counts_text(outcomes), span(spent)])
@@ -149,18 +146,14 @@ def training(view: View) -> Section:
     stage = next((s for s in view.data["stages"] if s["id"] == "train_showcase"), None)
     if stage is None:
         return Section("Training showcase", [])
-    metrics = {
-        str(m.get("name")): (m.get("value"), m.get("unit"))
-        for m in view.data["metrics"]
-        if m.get("stage") == stage["id"]
-    }
+    mine = [m for m in view.data["metrics"] if m.get("stage") == stage["id"]]
+    metrics = {str(m.get("name")): (m.get("value"), m.get("unit")) for m in mine}
     value = lambda name: num(metrics.get(name, (None,))[0])
     why = f": {cell(stage.get('reason'))}" if stage["status"] != "PASS" else ""
     text = f"{stage['status']}{why}."
     if value("loss_first") != "-":
-        text += (
-            f" Loss {value('loss_first')} → {value('loss_last')}, {value('steps_per_s')} steps/s."
-        )
+        text += f" Loss {value('loss_first')} → {value('loss_last')},"
+        text += f" {value('steps_per_s')} steps/s."
     curve = losses(view.folder)
     spark = sparkline([loss for _, loss, _ in curve])
     checks = [
@@ -175,12 +168,12 @@ def training(view: View) -> Section:
     ]
     blocks = [
         text,
-        f"`{spark}` ({len(curve)} steps with a finite loss)" if spark else "",
+        spark and f"`{spark}` ({len(curve)} steps with a finite loss)",
         checks,
         *view.pictures("loss"),
-        Fold(f"All {len(metrics)} metrics", [values]) if values else "",
+        values and Fold(f"All {len(metrics)} metrics", [values]),
     ]
-    return Section("Training showcase", [b for b in blocks if b], fold=True, issue=False)
+    return Section("Training showcase", blocks, fold=True, issue=False)
 
 
 # What a reader decides by comes first.

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.records import MIN_SPEEDUP, carries
 from scripts.oneshot.record.markdown import cell, code, is_interval
-from scripts.oneshot.record.rows import NUMBERED, is_number
+from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
 from scripts.oneshot.report.blocks import Section, Table, View, paragraphs
 from scripts.oneshot.report.evidence import bench_blocks, rough_ratio
 
@@ -117,22 +117,18 @@ FA2_SETTINGS = (
 
 def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The proposed minimum lengths of FA-2, in keys, for Triton off and on, and what was measured
-    per branch, baseline and length."""
-    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row.get("bench") == "fa2" and isinstance(row.get("key_len"), int):
-            key = (str(row.get("branch")), str(row.get("baseline")), row["key_len"])
-            groups.setdefault(key, []).append(row)
-    evidence = []
+    per branch, baseline and length, as rows of a table."""
+    of_fa2 = [r for r in rows if r.get("bench") == "fa2" and isinstance(r.get("key_len"), int)]
+    key = lambda row: (str(row.get("branch")), str(row.get("baseline")), row["key_len"])
+    groups, evidence = grouped(of_fa2, key), []
     for (branch, baseline, keys), mine in sorted(groups.items()):
         good = [r for r in mine if r["status"] == "VALID" and is_interval(r.get("speedup_ci95"))]
         low = min(good, key=lambda r: r["speedup_ci95"][0], default=None)
-        evidence.append({
-            "branch": cell(branch, 20), "length": keys, "cells": len(mine), "valid": len(good),
-            "low": f"{low['speedup_ci95'][0]:.2f}x" if low else "-",
-            "baseline": cell(baseline, 60) if low else "-",
-            "case": code(low["case"]) if low else "-",
-        })  # fmt: skip
+        shown = ["-", "-", "-"]
+        if low:
+            least = f"{low['speedup_ci95'][0]:.2f}x"
+            shown = [least, cell(baseline, 60), code(low["case"])]
+        evidence.append([cell(branch, 20), keys, f"{len(good)}/{len(mine)}", *shown])
     proposal, settings = data["recommend"] or {}, []
     for baseline, value, words, advice in FA2_SETTINGS:
         more, texts, named = "_triton" if baseline == "triton" else "", [], False
@@ -174,25 +170,21 @@ def threshold(view: View) -> Section:
         [e["L"], f"{e['carry']}/{e['cells']}", e["low"], e["wall"], e["case"]]
         for e in found["evidence"]
     ]
-    blocks = [found["text"], found["doubt"], found["scope"], Table(heads, rows) if rows else None]
+    blocks = [found["text"], found["doubt"], found["scope"], rows and Table(heads, rows)]
     if not view.shape.issue:
         blocks += bench_blocks(view, lambda r: r.get("bench") == "sel")
     title = "Selection called alone, and its threshold"
-    return Section(title, [b for b in blocks if b], fold=True, issue=bool(rows))
+    return Section(title, blocks, fold=True, issue=bool(rows))
 
 
 def fa2(view: View) -> Section:
     found = fa2_lengths(view.data, view.rows["bench"])
-    rows = [
-        [e["branch"], e["length"], f"{e['valid']}/{e['cells']}", e["low"], e["baseline"], e["case"]]
-        for e in found["evidence"]
-    ]
-    if not rows and not found["settings"]:
-        return Section("FA-2 minimum lengths", [])
-    blocks: list[Any] = paragraphs(FA2)
-    for one in found["settings"]:
-        blocks += [f"{one['head']}.", one["lengths"]]
-    heads = "branch|keys|valid cells|smallest lower bound|baseline|its case"
-    blocks += [Table(heads, rows)] if rows else []
-    blocks += bench_blocks(view, lambda r: r.get("bench") == "fa2")
+    rows, blocks = found["evidence"], []
+    if rows or found["settings"]:
+        heads = "branch|keys|valid cells|smallest lower bound|baseline|its case"
+        blocks += paragraphs(FA2)
+        for one in found["settings"]:
+            blocks += [f"{one['head']}.", one["lengths"]]
+        blocks += [rows and Table(heads, rows)]
+        blocks += bench_blocks(view, lambda r: r.get("bench") == "fa2")
     return Section("FA-2 minimum lengths", blocks, fold=True, issue=False)
