@@ -17,8 +17,10 @@ HEADER = "t,sm_mhz,mem_mhz,power_w,temp_c,util_pct,mem_used_mib,reasons_hex"
 
 
 def open_nvml(uuid: str | None) -> tuple[Any, Any]:
-    """(the module pynvml, the handle of the GPU `uuid` or of the first). Raises ImportError, and
-    NVMLError on a box without it."""
+    """Return the module pynvml and the handle of the GPU `uuid` or of the first.
+
+    Raises ImportError, and NVMLError on a box without NVML.
+    """
     import pynvml as nv
 
     nv.nvmlInit()
@@ -52,7 +54,7 @@ class Background(threading.Thread):
 
 
 class Telemetry(Background):
-    """The samples; the last one and the first memory in use are kept."""
+    """Writes the samples, and keeps the last one and the first memory in use."""
 
     def __init__(self, path: Path, uuid: str | None, started: float) -> None:
         super().__init__(uuid)

@@ -28,7 +28,7 @@ ENV_STAGE = Stage(
 
 
 def tests(*patterns: str) -> tuple[str, ...]:
-    """Test files that match, by name: a stage imports only the modules it needs."""
+    """Return the test files that match, so that a stage imports only the modules it needs."""
     found = {p for pattern in patterns for p in (ROOT / "nsa" / "tests").glob(pattern)}
     return tuple(sorted(p.relative_to(ROOT).as_posix() for p in found)) or (NO_TEST,)
 
@@ -47,7 +47,8 @@ MORE_LEAST = {"test_triton_sel_parity": 50, "test_triton_sel_backward": 8, "test
 
 
 def beside(one: Stage) -> tuple[str, ...]:
-    """SHARDED, with the kernels of this stage compiled meanwhile. It ends with where it writes."""
+    """Return SHARDED with the kernels of a stage, whose argv ends with where it writes, compiled
+    meanwhile."""
     command = shlex.join((*one.argv[1:-2], "--compile_only"))
     at = SHARDED.index(SHARDS) + 1
     return (*SHARDED[:at], "--beside", command, *SHARDED[at:])
@@ -58,7 +59,7 @@ LEFT_OUT = {"quick": ("decode_serving", "more_parity", "sel_route", "threshold",
 
 
 def plan(profile: str) -> list[Stage]:
-    """The stages of a profile, in order. Raises ValueError for an unknown profile."""
+    """Return the stages of a profile in order. Raises ValueError for an unknown profile."""
     if profile not in PROFILES:
         raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {profile!r}")
     stages = _cpu() if profile == "cpu" else _gpu(profile)
@@ -79,7 +80,7 @@ STEP = {**PREFILL_ON, "NSA_TRITON_SEL_FORCE": "1", **FROM_64}
 
 
 def _stage(id: str, title: str, argv: tuple[str, ...], proof: str, **fields: Any) -> Stage:
-    """A stage whose log is called after it."""
+    """Make a stage whose log is called after it."""
     return Stage(id, title, argv, proof, **{"log": f"{id}.txt", **fields})
 
 
@@ -96,7 +97,7 @@ SEL_RANGES = _stage(
 
 
 def _summary(table: str, timeout_s: float, estimate_s: float) -> Stage:
-    """The summary of the decode bench that wrote `table`."""
+    """Make the stage that sums up what the decode bench wrote into `table`."""
     return _stage(
         "decode_summary", "Decode summary",
         ("{python}", "bench/summarize_decode_csv.py", "{out}/" + table), "output",
@@ -105,11 +106,8 @@ def _summary(table: str, timeout_s: float, estimate_s: float) -> Stage:
     )  # fmt: skip
 
 
-# ---- stages on a GPU -----------------------------------------------------------------------------
-
-
 def _gpu(profile: str) -> list[Stage]:
-    """All stages in the order in which they run."""
+    """Return all stages in the order in which they run."""
     full = profile == "full"
     stages = [
         *_of_every_profile(profile), *([*PREFILL_SIZES, *FA2] if full else []), THRESHOLD,
@@ -122,7 +120,7 @@ def _gpu(profile: str) -> list[Stage]:
 
 
 def _of_every_profile(profile: str) -> list[Stage]:
-    """The first stages, some of which take longer in profile full and have fewer cases in quick."""
+    """Return the first stages; some take longer in profile full and have fewer cases in quick."""
     full, quick = profile == "full", profile == "quick"
     by_profile = lambda *three: three[("quick", "standard", "full").index(profile)]
     prefill = bench(
@@ -267,8 +265,6 @@ SELECTION = [
 ]  # fmt: skip
 
 
-# ---- stages without a GPU ------------------------------------------------------------------------
-
 # One small case of each backward that the core of test_prefill_kernels.py has not: the selection
 # kernels', the ones in one pass, those by unions, of the rotary turn.
 ONE_PASS = "test_block_attn.py::test_one_pass_agrees_with_two"
@@ -291,7 +287,7 @@ def _cpu_tests(id: str, title: str, *argv: str, least: int, **fields: Any) -> St
 
 
 def _cpu() -> list[Stage]:
-    """Kernels in Triton's interpreter at tiny shapes, the rest on PyTorch, in order."""
+    """Return the stages without a GPU: kernels in Triton's interpreter at tiny shapes."""
     stages = [
         replace(ROUTING, estimate_s=4, log="routing.txt"),
         _stage(
@@ -347,7 +343,7 @@ def _cpu() -> list[Stage]:
 def choose(
     stages: list[Stage], only: tuple[str, ...], skip: tuple[str, ...]
 ) -> tuple[list[Stage], str | None]:
-    """The stages after --only and --skip, and the words for what was left out.
+    """Return the stages after --only and --skip, and words for what was left out.
 
     The environment is always captured. Raises ValueError for an id that is no stage.
     """
