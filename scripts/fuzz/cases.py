@@ -96,9 +96,6 @@ class Case:
         return cls(**given)
 
 
-# ---- inputs --------------------------------------------------------------------------------------
-
-
 def num_blocks(n: int, l: int, d: int) -> int:
     return 0 if n < l else (n - l) // d + 1
 
@@ -276,9 +273,6 @@ class Inputs:
                 {name: t[cmp if name.endswith("cmp") else rows] for name, t in x.items()}
                 for x in several
             ]
-
-
-# ---- the call ------------------------------------------------------------------------------------
 
 
 def call(case: Case, inputs: Inputs, x: dict[str, Tensor]) -> Any:

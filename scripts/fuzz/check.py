@@ -18,8 +18,6 @@ from nsa.tests.helpers import deterministic
 from scripts.fuzz.cases import DTYPES, FLAGS, KEYS, Case, Inputs, call, laid_out, num_blocks
 from scripts.fuzz.judge import Wrong, attend, attend_in_dtype, judge, judge_choice, seen_keys
 
-# ---- a call --------------------------------------------------------------------------------------
-
 
 class Expected:
     """What is right for the whole tensors of a call, summed over sequences and branches."""
@@ -225,8 +223,6 @@ def check_choice(case: Case, name: str, inputs: Inputs, chosen: Tensor) -> float
 
 
 BRANCHES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
-
-# ---- decoding ------------------------------------------------------------------------------------
 
 
 def check_decode(case: Case, device: str) -> float:

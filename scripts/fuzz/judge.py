@@ -25,9 +25,6 @@ class Wrong(AssertionError):
     """A result that is not right."""
 
 
-# ---- what is right -------------------------------------------------------------------------------
-
-
 def seen_keys(case: Case, kind: str, one: dict[str, Tensor]) -> Tensor:
     """Return which keys of a kind each query of one sequence sees by definition: [S, G, N]."""
     g, device, start = case.geometry, one["q"].device, case.first
@@ -120,9 +117,6 @@ def attend_in_dtype(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float)
             of(q, 1), of(k, h), of(v, h), attn_mask=(mask | none)[None], scale=scale
         )
     return out[0].masked_fill(none, 0).transpose(0, 1)
-
-
-# ---- the judgement -------------------------------------------------------------------------------
 
 
 def judge(
