@@ -205,21 +205,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _main() -> int:
-    """Call main(), which a signal ends with the signal's code; a child of it is killed."""
-
-    def stopped(number: int, _frame: object) -> None:
-        say(f"stopped by {signal.Signals(number).name} during the set-up: nothing ran")
-        sys.exit(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stopped)
-    try:
-        return main()
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 2
+def _stopped(number: int, _frame: object) -> None:
+    say(f"stopped by {signal.Signals(number).name} during the set-up: nothing ran")
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
     streams.open_standard_streams()
-    streams.leave(_main())
+    for number in (signal.SIGINT, signal.SIGTERM):  # a child of this process is killed
+        signal.signal(number, _stopped)
+    streams.leave_by(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 
@@ -42,6 +43,15 @@ def leave(code: int) -> None:
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(code)
+
+
+def leave_by(main: Callable[[], int]) -> None:
+    """Call main() and leave() with its code, or with that of an exit of argparse."""
+    try:
+        code = main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 2
+    leave(code)
 
 
 def last_answer(text: str) -> dict | None:

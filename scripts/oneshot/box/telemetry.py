@@ -13,20 +13,6 @@ from pathlib import Path
 from typing import Any
 
 PERIOD_S = 0.5
-HEADER = "t,sm_mhz,mem_mhz,power_w,temp_c,util_pct,mem_used_mib,reasons_hex"
-
-
-def open_nvml(uuid: str | None) -> tuple[Any, Any]:
-    """Return the module pynvml and the handle of the GPU `uuid` or of the first.
-
-    Raises ImportError, and NVMLError on a box without NVML.
-    """
-    import pynvml as nv
-
-    nv.nvmlInit()
-    if uuid:
-        return nv, nv.nvmlDeviceGetHandleByUUID(uuid)
-    return nv, nv.nvmlDeviceGetHandleByIndex(0)
 
 
 class Background(threading.Thread):
@@ -43,7 +29,11 @@ class Background(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.ask(*open_nvml(self._uuid))
+            import pynvml as nv
+
+            nv.nvmlInit()
+            by_uuid, first = nv.nvmlDeviceGetHandleByUUID, nv.nvmlDeviceGetHandleByIndex
+            self.ask(nv, by_uuid(self._uuid) if self._uuid else first(0))
         except Exception as error:
             self.problem = f"{type(error).__name__}: {error}"
 
@@ -73,7 +63,7 @@ class Telemetry(Background):
             ("reasons_hex", lambda: hex(nv.nvmlDeviceGetCurrentClocksEventReasons(handle))),
         )
         with open(self._path, "w", encoding="ascii") as file:
-            file.write(HEADER + "\n")
+            file.write(",".join(["t", *(name for name, _ in readings)]) + "\n")
             while not self._halt.wait(PERIOD_S):
                 row: dict[str, Any] = {}
                 for name, read in readings:

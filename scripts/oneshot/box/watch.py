@@ -65,9 +65,7 @@ class Watch:
         """Begin telemetry of the first card, into `csv`, and listen for the errors of all."""
         if isinstance(self._smi, str):
             return
-        watched: list[tuple[int | None, Any]] = [
-            (c.index, c.uuid) for c in cards.good(self.several)
-        ]
+        watched = [(c.index, c.uuid) for c in cards.good(self.several)]
         watched = watched or [(None, box.visible_gpu(self._smi, os.environ).get("uuid"))]
         self.telemetry = Telemetry(csv, watched[0][1], started)
         self.telemetry.start()
@@ -87,8 +85,8 @@ class Watch:
     def _compare_links(self) -> None:
         """Say whether links counted errors since the run began."""
         before, after = self._links, self._read_links() if self._links else {}
-        grown = [f"{link} +{n - before[link]}" for link, n in after.items()
-                 if n > before.get(link, n)]  # fmt: skip
+        more = {link: n - before.get(link, n) for link, n in after.items()}
+        grown = [f"{link} +{n}" for link, n in more.items() if n > 0]
         if grown:
             self._note(f"NVLink counted errors during the run: {', '.join(grown)}")
         elif after:

@@ -369,8 +369,8 @@ class Run:
         if not same or any(r["kind"] == "bench" and r["status"] == "UNSTABLE" for r in rows):
             return None
         benches = [{**r, "stage": stage.id} for r in rows if r["kind"] == "bench"]
-        wrong = [*check_rows(rows, folder),
-                 *check_csvs({"bench": benches, "stages": [done.to_json()]}, folder)]  # fmt: skip
+        tables = {"bench": benches, "stages": [done.to_json()]}
+        wrong = [*check_rows(rows, folder), *check_csvs(tables, folder)]
         if wrong:
             self.note(f"stage {stage.id} is not taken over: {wrong[0]}", "info")
             return None
