@@ -41,7 +41,7 @@ def _together() -> None:
 
 
 def _random_state() -> Tensor:
-    """The state of torch's generators here, the CPU's and then the GPU's: uint8."""
+    """Return the state of torch's generators here, the CPU's and then the GPU's, as uint8."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())
@@ -67,7 +67,6 @@ class Checkpoints:
     ) -> None:
         self.folder, self.every, self.wanted = Path(folder), every, resume
         self.about = json.loads(json.dumps(about))
-        self.resumed_from: int | None = None
         self.world_changed: int | None = None  # the ranks that wrote it, where they are not as many
 
     def due(self, done: int) -> bool:
@@ -132,8 +131,8 @@ class Checkpoints:
     def resume(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, draw: torch.Generator
     ) -> tuple[int, list[dict], list[float], dict[str, Any]]:
-        """Load the latest checkpoint into the arguments: (steps done, rows, norms, measured), 0 and
-        empty where resuming was not asked for or there is nothing yet."""
+        """Load the latest checkpoint into the arguments and return (steps done, rows, norms,
+        measured): 0 and empty where resuming was not asked for or there is no checkpoint yet."""
         path = self.latest() if self.wanted else None
         if path is None:
             return 0, [], [], {}
@@ -159,6 +158,5 @@ class Checkpoints:
         draw.set_state(state["draw"])
         if same:
             _set_random_state(state[f"random/{rank}"])
-        self.resumed_from = data["step"]
         self.world_changed = None if same else data["world"]
         return data["step"], data["rows"], data["norms"], data.get("measured", {})

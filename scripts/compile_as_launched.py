@@ -52,7 +52,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def compile_only(arch: int) -> SimpleNamespace:
-    """What Triton asks its driver for, for a GPU of capability `arch`."""
+    """Return a driver for Triton that answers for a GPU of capability `arch`."""
     found = SimpleNamespace(
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
@@ -68,9 +68,9 @@ def compile_only(arch: int) -> SimpleNamespace:
 
 
 def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
-    """Everything in this process takes CPU tensors for ones of such a GPU from now on.
+    """Let everything in this process take CPU tensors for ones of such a GPU from now on.
 
-    compiled: by hash (name, registers, bytes of stack) of every kernel that a launch compiles.
+    compiled gets (name, registers, bytes of stack) of every kernel that a launch compiles, by hash.
     """
     from nsa.kernels.decode import step
     from nsa.kernels.prefill import head_padding, hopper
@@ -109,8 +109,8 @@ def prefill(
     S: int, h: int, D: int, Dv: int, dtype: torch.dtype, packed: bool, l_sel: int,
     use_gluon: bool | None, deterministic: bool,
 ) -> None:  # fmt: skip
-    """Forward and backward of the whole operator with h query heads on each of two groups, and the
-    forward alone."""
+    """Call the whole operator with h query heads on each of two groups: forward and backward, and
+    the forward alone."""
     from nsa.kernels.prefill import nsa_prefill_triton
 
     make = lambda n, *tail: torch.zeros(1, n, *tail, dtype=dtype)
@@ -148,7 +148,7 @@ def decode(
     B: int, T: int, h: int, D: int, Dv: int, dtype: torch.dtype, max_len: int, page: int = 0,
     n_sel: int = 16, l_sel: int = 64, fp8: bool = False,
 ) -> None:  # fmt: skip
-    """One step over caches of which only the shapes count."""
+    """Take one decode step over caches of which only the shapes count."""
     from nsa.fp8 import E4M3
     from nsa.kernels.decode import nsa_decode_triton
 
@@ -167,8 +167,8 @@ def decode(
 def blocks(
     S: int, h: int, D: int, Dv: int, dtype: torch.dtype, groups: int, packed: bool, return_lse: bool
 ) -> None:
-    """Selection by blocks alone, forward and backward, by the kernels for any GPU. So many groups
-    make it long enough for tiles of keys and unions of choices without as many tokens."""
+    """Call selection by blocks alone, forward and backward, on the kernels for any GPU. Many groups
+    bring it to tiles of keys and unions of choices with fewer tokens."""
     from nsa.kernels.prefill import selection_blocks_triton
 
     lead = (S,) if packed else (1, S)
@@ -184,8 +184,8 @@ def blocks(
 
 
 def spans(h: int, D: int, Dv: int, dtype: torch.dtype) -> None:
-    """Compressed and sliding attention alone, forward and backward, and the choice of blocks by a
-    few queries that a quarter of a million tokens precede."""
+    """Call compressed and sliding attention alone, forward and backward, and the choice of blocks
+    by a few queries after a quarter of a million tokens."""
     from nsa.kernels import prefill
 
     make = lambda n, *tail: torch.zeros(1, n, *tail, dtype=dtype, requires_grad=True)
@@ -204,8 +204,8 @@ def ranges(
     h: int, D: int, Dv: int, dtype: torch.dtype, path: str, n: int, rows: int = 64,
     kind: torch.dtype = torch.int32, group: bool = False,
 ) -> None:  # fmt: skip
-    """Selection by n ranges of each of so many rows: forward and backward, by one range with the
-    lse and its gradient; and the forward alone."""
+    """Call selection by n ranges of each of so many rows: forward and backward (with one range
+    also the lse and its gradient), and the forward alone."""
     from nsa import Flags
     from nsa.kernels.triton_sel_kernel import selection_ranges_triton
 
@@ -227,7 +227,7 @@ def ranges(
 def append(
     h: int, D: int, Dv: int, dtype: torch.dtype, T: int, phi: Any, kind: KVCacheDtype = "auto"
 ) -> None:
-    """T tokens into a cache, a block of which they may fill."""
+    """Append T tokens, which may fill a block, to a cache."""
     from nsa import NSAAttention, NSAConfig
 
     config = NSAConfig(dim=64, heads=2 * h, groups=2, d_k=D, d_v=Dv, phi=phi)
@@ -243,7 +243,7 @@ def into_pages(
     h: int, D: int, Dv: int, dtype: torch.dtype, T: int, phi: Any, page: int, ring: bool,
     fp8: bool = False,
 ) -> None:  # fmt: skip
-    """T tokens of each sequence into a caller's caches, blocks of which they may fill."""
+    """Append T tokens of each sequence, which may fill blocks, to a caller's caches."""
     from nsa import NSAConfig, kvcache
     from nsa.compress import make_compression
     from nsa.flags import Flags
@@ -266,7 +266,8 @@ def into_pages(
 
 
 def over_ranks(h: int, D: int, Dv: int, dtype: torch.dtype, W: int, blocks: int) -> None:
-    """A decode step over W ranks, between its exchanges, with so many blocks to choose from."""
+    """Call what a decode step over W ranks launches between its exchanges, with so many blocks to
+    choose from."""
     from nsa import NSAConfig
     from nsa.kernels.decode import parallel
 
@@ -285,7 +286,7 @@ Call = tuple[Callable[..., None], tuple]
 
 
 def grid(arch: int, quick: bool) -> Iterator[Call]:
-    """Calls, each a function above and its arguments."""
+    """Yield calls for the command line, each a function above and its arguments."""
     sizes = [(128, 128)] if quick else [(64, 64), (128, 128), (192, 128), (256, 256)]
     heads = [16] if quick else [1, 2, 4, 8, 16, 32]
     shapes = [(256, h, *size, BF16) for size in sizes for h in heads]
@@ -319,7 +320,7 @@ def grid(arch: int, quick: bool) -> Iterator[Call]:
 
 
 def some_calls() -> Iterator[Call]:
-    """Calls whose kernels a lock keeps in mind: few, of all kinds."""
+    """Yield the calls whose kernels nsa/tests/locks/calls.txt names: few, of all kinds."""
     sizes, heads = [(64, 64), (128, 128), (192, 128)], (2, 4, 12, 16)
     for size, h, packed in itertools.product(sizes, heads, (False, True)):
         yield prefill, (LONG, h, *size, BF16, packed, 64, None, False)
@@ -337,8 +338,8 @@ def some_calls() -> Iterator[Call]:
 
 
 def compiled_calls(arch: int) -> Iterator[Call]:
-    """Calls whose kernels every test run compiles: on sm_90 and sm_120 all kinds, on the others,
-    which have the tiles of one of these, fewer."""
+    """Yield the calls whose kernels every test run compiles: on sm_90 and sm_120 all kinds, on the
+    others, which have the tiles of one of these, fewer."""
     whole, most = arch in (90, 120), (128, 128)
     yield prefill, (LONG, 16, *most, BF16, False, 64, None, False)
     yield prefill, (256, 16, *most, BF16, False, 64, None, False)
@@ -409,7 +410,7 @@ def compiled_calls(arch: int) -> Iterator[Call]:
 
 
 def planned(calls: Iterator[Call]) -> Iterator[tuple[Call, list[Launch] | NotImplementedError]]:
-    """What each call would launch, or why there is no kernel. pretend() comes first."""
+    """Yield what each call would launch, or why there is no kernel. Call pretend() first."""
     from nsa.kernels.decode import step
 
     step.prepare_planned = lambda *args: None  # no graph is captured here
@@ -425,7 +426,7 @@ def planned(calls: Iterator[Call]) -> Iterator[tuple[Call, list[Launch] | NotImp
 
 
 def configurations(arch: int) -> list[AotCase]:
-    """What compiled_calls() launch, each once. pretend() comes first."""
+    """Return what compiled_calls() launch, each once. Call pretend() first."""
     found: dict[str, AotCase] = {}
     for call, launches in planned(compiled_calls(arch)):
         if isinstance(launches, NotImplementedError):

@@ -44,8 +44,8 @@ CALLS_OF = (80, 90, 120)  # one each of three ways to fit kernels
 
 @contextlib.contextmanager
 def fresh_cache() -> Iterator[None]:
-    """A stale entry would hide a compiler error; and the compiler's many objects set off one search
-    for garbage after the other."""
+    """Compile into an empty cache, since a stale entry would hide a compiler error, and without
+    searches for garbage, which the compiler's many objects would set off one after the other."""
     gc.disable()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -56,7 +56,7 @@ def fresh_cache() -> Iterator[None]:
 
 
 def api() -> list[str]:
-    """The public names and their signatures."""
+    """Return the public names and their signatures."""
     import nsa
 
     lines = []
@@ -74,7 +74,7 @@ def api() -> list[str]:
 
 
 def calls(arch: int) -> list[str]:
-    """Which kernels calls launch on a GPU of that architecture. For a process of its own."""
+    """Return which kernels calls launch on that architecture. For a process of its own."""
     from scripts import compile_as_launched as launched
 
     launched.pretend(arch, {})
@@ -88,8 +88,8 @@ def calls(arch: int) -> list[str]:
 
 
 def apart(*args: object) -> str:
-    """What this script prints, given these arguments, in a process of its own: one that takes its
-    CPU tensors for a GPU's goes on doing so."""
+    """Return what this script prints with these arguments in a process of its own: one that takes
+    its CPU tensors for a GPU's goes on doing so."""
     command = [sys.executable, __file__, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -98,8 +98,8 @@ def apart(*args: object) -> str:
 
 
 def read() -> dict:
-    """{"triton": its release, "kernels": {"sm_90 name": [content, PTX, shared, registers, stack,
-    barriers]}}; without kernels where the file is of another release."""
+    """Return {"triton": its release, "kernels": {"sm_90 name": [content, PTX, shared, registers,
+    stack, barriers]}}; without kernels where the file is of another release."""
     import triton
 
     found = json.loads(LOCK.read_text()) if LOCK.exists() else {}
@@ -109,12 +109,12 @@ def read() -> dict:
 
 
 def label(case: AotCase, arch: int) -> str:
-    """Name of a configuration in the lock."""
+    """Return the name of a configuration in the lock."""
     return f"sm_{arch} {case.name}"
 
 
 def known_entry(kernels: dict[str, list], case: AotCase, arch: int) -> list | None:
-    """The entry of a configuration that has not changed since it was written."""
+    """Return the entry of a configuration, if that has not changed since it was written."""
     entry = kernels.get(label(case, arch))
     return entry if entry and entry[0] == aot.content(case, arch) else None
 
@@ -122,8 +122,8 @@ def known_entry(kernels: dict[str, list], case: AotCase, arch: int) -> list | No
 def compile_cases(
     cases: list[AotCase], arch: int, kernels: dict[str, list]
 ) -> tuple[dict[str, list], list[str]]:
-    """(Entries, what is wrong with cases that have none), compiled where `kernels` has no entry for
-    what a case is made from."""
+    """Compile the cases for whose content `kernels` has no entry. Returns the entries of all, and
+    what is wrong with cases that have none."""
     found, bad = {}, []
     for case in cases:
         name, entry = label(case, arch), known_entry(kernels, case, arch)
@@ -142,7 +142,7 @@ def compile_cases(
 
 
 def lower_with_ones(cases: list[AotCase], names: Collection[str]) -> dict[str, str]:
-    """By name of a case for SM 9.0, why it cannot be read with int arguments of 1; of `names`."""
+    """Return why cases of `names` for SM 9.0 cannot be read with int arguments of 1, by name."""
     bad = {}
     for case, ones in aot.ones_of(cases):
         if case.name in names:
@@ -155,8 +155,8 @@ def lower_with_ones(cases: list[AotCase], names: Collection[str]) -> dict[str, s
 
 
 def compiled(arch: int) -> tuple[dict[str, list], list[str]]:
-    """compile_cases() of all configurations, which for SM 9.0 take ints of 1 too; whatever the lock
-    knows, where TEST_ALL asks for it. For a process of its own."""
+    """Return compile_cases() of all configurations, which for SM 9.0 take ints of 1 too; TEST_ALL
+    asks for all, whatever the lock knows. For a process of its own."""
     from scripts import compile_as_launched as launched
 
     kernels = {} if os.environ.get("TEST_ALL") else read()["kernels"]
@@ -167,12 +167,6 @@ def compiled(arch: int) -> tuple[dict[str, list], list[str]]:
         new = {c.name for c in cases if known_entry(kernels, c, arch) is None}
         ones = lower_with_ones(cases, new) if arch == 90 else {}
     bad += [f"sm_90 {name} with {why}" for name, why in ones.items()]
-    return found, bad
-
-
-def compiled_apart(arch: int) -> tuple[dict[str, list], list[str]]:
-    """compiled() by another process."""
-    found, bad = json.loads(apart("--kernels", arch))
     return found, bad
 
 
@@ -193,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
 
     before = read()["kernels"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = list(pool.map(compiled_apart, aot.ARCHS))
+        parts = list(pool.map(lambda arch: json.loads(apart("--kernels", arch)), aot.ARCHS))
     entries = dict(sorted(entry for found, _ in parts for entry in found.items()))
     bad = [problem for _, problems in parts for problem in problems]
     changed = sorted(n for n in before | entries if before.get(n) != entries.get(n))

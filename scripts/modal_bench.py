@@ -100,12 +100,11 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _fa2(recommend: dict[str, Any]) -> list[str]:
-    """The lines on FA-2's minimum lengths, where some are proposed."""
+def _fa2_lengths(recommend: dict[str, Any]) -> str:
+    """FA-2's minimum lengths, where some are proposed."""
     names = ("fa2_min_len_win", "fa2_min_len_cmp")
     found = [f"`{name}` = {n}" for name in names if (n := recommend.get(name)) is not None]
-    text = f"FlashAttention-2 with Triton off, by the same rule: {', '.join(found)}."
-    return ["", text] if found else []
+    return ", ".join(found)
 
 
 def propose(folder: Path, bundle: dict[str, Any], config: Path) -> int:
@@ -115,7 +114,7 @@ def propose(folder: Path, bundle: dict[str, Any], config: Path) -> int:
     stages = plan(bundle.get("profile") or "standard")
     needs = next(stage.needs for stage in stages if stage.id == "threshold")
     argv = [str(folder / name) for name in needs]
-    if _fa2(recommend):
+    if _fa2_lengths(recommend):
         argv += ["--fa2", str(folder / "fa2.csv")]
     return threshold_optimizer.main([*argv, "--write", str(config)])
 
@@ -126,7 +125,7 @@ def pr_body(bundle: dict[str, Any]) -> str:
     Proposes a threshold only where the bundle's own recommendation names one; otherwise it says
     that no length qualifies and which cell decided it.
     """
-    device, git, verdict = bundle["device"], bundle["git"], bundle["verdict"]
+    device, git = bundle["device"], bundle["git"]
     recommend = bundle.get("recommend") or {}
     min_l = recommend.get("sel_triton_min_L")
     if min_l is None:
@@ -137,44 +136,42 @@ def pr_body(bundle: dict[str, Any]) -> str:
     else:
         head = f"Set `sel_triton_min_L` = {min_l}"
         why = f"Evidence: {recommend.get('confidence') or 'see the table'}."
-    lines = [
-        f"## {head} on {device['name']}",
-        "",
-        why,
-        *_fa2(recommend),
-        "",
-        "| | |",
-        "|---|---|",
-        f"| verdict | {_cell(verdict['one_line'])} |",
-        f"| commit | {git['short']}{' (dirty)' if git.get('dirty') else ''} |",
-        f"| device | {_cell(device['name'])}, SM {device.get('sm', '?')}, "
-        f"driver {device.get('driver', '?')} |",
-        f"| profile | {bundle.get('profile', '?')}, run {bundle.get('run_id', '?')} |",
-        "",
-    ]
+    if fa2 := _fa2_lengths(recommend):
+        why += f"\n\nFlashAttention-2 with Triton off, by the same rule: {fa2}."
     least = recommend.get("min_speedup", MIN_SPEEDUP)
-    lengths = {
-        n: routes_at(rows, least) for n, rows in threshold_cells(bundle.get("bench") or []).items()
-    }
-    if lengths:
-        lines += [
-            "Lower bounds of the speedup over packing plus SDPA, the smallest per selected length:",
-            "",
-            "| L | cells that carry it | device | wall | case of the smallest |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {n} | {e['carry']}/{e['cells']} | {e['low']} | {e['wall']} | {e['case']} |"
-                for n, e in lengths.items()
-            ),
-            "",
-        ]
-    lines += [
-        "The threshold is the smallest tested length from which on every cell's lower bounds, by "
-        f"the device's time and by wall, are at least {least:g}x.",
-        "Repeat it with `make gpu-report PROFILE=standard` on such a GPU.",
-        "",
-    ]
-    return "\n".join(lines)
+    return f"""\
+## {head} on {device["name"]}
+
+{why}
+
+| | |
+|---|---|
+| verdict | {_cell(bundle["verdict"]["one_line"])} |
+| commit | {git["short"]}{" (dirty)" if git.get("dirty") else ""} |
+| device | {_cell(device["name"])}, SM {device.get("sm", "?")}, driver {device.get("driver", "?")} |
+| profile | {bundle.get("profile", "?")}, run {bundle.get("run_id", "?")} |
+
+{_bounds(bundle, least)}The threshold is the smallest tested length from which on every cell's \
+lower bounds, by the device's time and by wall, are at least {least:g}x.
+Repeat it with `make gpu-report PROFILE=standard` on such a GPU.
+"""
+
+
+def _bounds(bundle: dict[str, Any], least: float) -> str:
+    """The table of the lower bounds that decide the threshold; nothing without any."""
+    cells = threshold_cells(bundle.get("bench") or [])
+    if not cells:
+        return ""
+    text = """\
+Lower bounds of the speedup over packing plus SDPA, the smallest per selected length:
+
+| L | cells that carry it | device | wall | case of the smallest |
+|---|---|---|---|---|
+"""
+    for n, rows in cells.items():
+        e = routes_at(rows, least)
+        text += f"| {n} | {e['carry']}/{e['cells']} | {e['low']} | {e['wall']} | {e['case']} |\n"
+    return text + "\n"
 
 
 def load_bundle(folder: Path) -> dict[str, Any]:

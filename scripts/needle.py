@@ -55,6 +55,11 @@ class Case:
     needles: Tensor
     k_without: Tensor
 
+    def hits(self, indices: Tensor) -> Tensor:
+        """Return which needles [queries, G] lie in blocks that their queries chose: indices
+        [1, S, G, n_sel]."""
+        return (indices[0, -len(self.needles) :] == (self.needles // L_SEL)[..., None]).any(-1)
+
 
 def make_case(
     tokens: int,
@@ -130,7 +135,7 @@ class Result:
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 causal attention of the last rows: out [R, HQ, D] and weights [R, HQ, S]."""
+    """Return fp32 causal attention of the last rows: out [R, HQ, D] and weights [R, HQ, S]."""
     rows, tokens = q.shape[1], k.shape[1]
     heads_k = k[0].float().repeat_interleave(HEADS_PER_GROUP, dim=1)  # [S, HQ, D]
     heads_v = v[0].float().repeat_interleave(HEADS_PER_GROUP, dim=1)
@@ -161,10 +166,6 @@ def search(
     def chosen(k: Tensor) -> Tensor:
         return select(q, mean_pool(k, L, D), **blocks)
 
-    def share(indices: Tensor) -> float:
-        hit = indices[0, -queries:] == (case.needles // L_SEL)[..., None]  # [queries, G, n_sel]
-        return hit.any(-1).float().mean().item()
-
     indices = chosen(case.k)
     out = selection_attention(
         q, case.k, case.v, indices, block_size=L_SEL, q_start=first, backend=backend
@@ -176,8 +177,8 @@ def search(
     spread = case.v.float().abs().max().item()
     return Result(
         control_min_weight=1 - outside,
-        found_share=share(indices),
-        found_share_without=share(chosen(case.k_without)),
+        found_share=case.hits(indices).float().mean().item(),
+        found_share_without=case.hits(chosen(case.k_without)).float().mean().item(),
         chance=(n_sel - N_INIT - N_LOCAL) / (tokens // L_SEL - N_INIT - N_LOCAL),
         max_abs_error=(out[0, -queries:].float() - dense).abs().max().item(),
         limit=2 * outside * spread + 4 * torch.finfo(case.q.dtype).eps * spread,
@@ -190,8 +191,8 @@ def by_depth(
     dtype: torch.dtype = torch.float32, *, select: Callable[..., Tensor] = select_blocks,
     backend: str | None = None,
 ) -> list[dict[str, float]]:  # fmt: skip
-    """Rows {tokens, depth, found, n}: of n needles at a depth of [depth, depth + 0.1) of the text,
-    in how many cases the block was selected."""
+    """Return rows {tokens, depth, found, n}: of n needles at a depth of [depth, depth + 0.1) of the
+    text, in how many cases the block was selected."""
     rows = []
     for tokens in lengths:
         found, n = [0] * DEPTHS, [0] * DEPTHS
@@ -201,11 +202,10 @@ def by_depth(
                 case.q[:, -queries:], mean_pool(case.k, L, D), l=L, d=D, l_sel=L_SEL, n_sel=n_sel,
                 n_init=N_INIT, n_local=N_LOCAL, q_start=tokens - queries, backend=backend,
             )  # fmt: skip
-            hit = (indices[0] == (case.needles // L_SEL)[..., None]).any(-1)
-            at = (case.needles * DEPTHS // tokens).flatten().tolist()
-            for place, good in zip(at, hit.flatten().tolist(), strict=True):
-                n[place] += 1
-                found[place] += good
+            depths = case.needles * DEPTHS // tokens
+            for depth in range(DEPTHS):
+                n[depth] += int((depths == depth).sum())
+                found[depth] += int(case.hits(indices)[depths == depth].sum())
         rows += [
             {"tokens": tokens, "depth": i / DEPTHS, "found": found[i], "n": n[i]}
             for i in range(DEPTHS)
@@ -214,7 +214,7 @@ def by_depth(
 
 
 def depth_report(rows: list[dict[str, float]], picture: str | None) -> int:
-    """Draw, send and print the rows; exit code 1 if a needle was missed."""
+    """Draw, send and print the rows. Returns the exit code, 1 if a needle was missed."""
     for tokens in dict.fromkeys(r["tokens"] for r in rows):
         mine = [r for r in rows if r["tokens"] == tokens]
         found, n = (sum(r[k] for r in mine) for k in ("found", "n"))

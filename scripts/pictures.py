@@ -25,8 +25,8 @@ def _names(rows: Rows, key: str) -> list[Any]:
 
 
 def training(curve: Rows, rates: Rows, path: Path) -> None:
-    """Losses by step (left) and tokens/s by length (right), a colour per attention and a line style
-    per length. Raises ImportError without matplotlib."""
+    """Draw losses by step (left) and tokens/s by length (right), with a colour per attention and a
+    line style per length. Raises ImportError without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -40,23 +40,14 @@ def training(curve: Rows, rates: Rows, path: Path) -> None:
             for j, seq in enumerate(lengths):
                 mine = [r for r in curve if r["attention"] == attention and r["seq"] == seq]
                 label = attention if len(lengths) == 1 else f"{attention}, {seq} tokens"
-                left.plot(
-                    [r["step"] for r in mine],
-                    [r["loss"] for r in mine],
-                    styles[j % len(styles)],
-                    color=colour,
-                    linewidth=1.3,
-                    label=label,
-                )
+                line = dict(color=colour, linewidth=1.3, label=label)
+                steps, losses = zip(*((r["step"], r["loss"]) for r in mine), strict=True)
+                left.plot(steps, losses, styles[j % len(styles)], **line)
                 held = [(r["step"], r["val_loss"]) for r in mine if r["val_loss"] is not None]
                 if held:
                     left.plot(*zip(*held, strict=True), "o", color=colour, markersize=4)
-            timed = [
-                (r["seq"], r["tokens_per_s"])
-                for r in rates
-                if r["attention"] == attention and r["tokens_per_s"]
-            ]
-            if timed:
+            own = [r for r in rates if r["attention"] == attention and r["tokens_per_s"]]
+            if timed := [(r["seq"], r["tokens_per_s"]) for r in own]:
                 right.plot(*zip(*sorted(timed), strict=True), "o-", color=colour, label=attention)
         left.set(xlabel="step", ylabel="nats per byte", title="Loss (points: held out)")
         right.set(xlabel="tokens per sequence", ylabel="tokens/s", title="Training rate")
@@ -71,8 +62,8 @@ def training(curve: Rows, rates: Rows, path: Path) -> None:
 
 
 def needle(rows: Rows, path: Path, title: str) -> None:
-    """Share of needles found by length (across) and depth (down): rows {tokens, depth, found, n},
-    depth in [0, 1). Raises ImportError without matplotlib."""
+    """Draw the share of needles found by length (across) and depth (down): rows {tokens, depth,
+    found, n}, depth in [0, 1). Raises ImportError without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -50,7 +50,7 @@ FLAG_OF = {
 
 
 def key_length(branch: Branch, S: int, c: NSAConfig) -> int:
-    """The length that nsa_attention and decode_step compare with a threshold, of S tokens."""
+    """Return what nsa_attention and decode_step compare with a threshold, of S tokens."""
     if branch in (Branch.SELECTED, Branch.PREFILL):
         return min(c.n_sel * c.l_sel, S)
     if branch is Branch.SLIDING:
@@ -59,7 +59,7 @@ def key_length(branch: Branch, S: int, c: NSAConfig) -> int:
 
 
 def _in_the_way(reason: str, request: dispatch.Request, flags: Flags) -> str:
-    """What a reason means, with the numbers of the threshold that stands in the way."""
+    """Say what a reason means, with the numbers of the threshold that stands in the way."""
     name = FLAG_OF.get(reason)
     if name is None:
         return dispatch.REASONS[reason]
@@ -90,7 +90,7 @@ def call_kernels(dtype: str, config: NSAConfig) -> list[dict[str, Any]]:
 
 
 def routing(dtype: str, head_dim: int, config: NSAConfig | None = None) -> dict:
-    """Flags, ladder and decisions on the current device, as one JSON object.
+    """Return flags, ladder and decisions on the current device as one JSON object.
 
     PREFILL is all branches in one operator; where it is not taken, each branch goes its own way,
     selection then without the threshold, which is about selection_attention by itself.

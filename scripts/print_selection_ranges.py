@@ -29,7 +29,7 @@ from nsa.select import blocks_to_ranges
 
 
 def wrong(ranges: list[list[int]], t: int, l_sel: int, n_sel: int) -> str | None:
-    """What is wrong with the ranges of query `t`, or None."""
+    """Say what is wrong with the ranges of query `t`; None if nothing is."""
     if any(start >= end for start, end in ranges):
         return "an empty or inverted range"
     if any(a[1] >= b[0] for a, b in zip(ranges, ranges[1:], strict=False)):

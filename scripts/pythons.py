@@ -78,7 +78,7 @@ class SetupFailed(Exception):
 
 
 def ask(python: str, code: str, *args: str, timeout_s: float = 120.0, env=None) -> dict | None:
-    """The JSON that `code` prints under `python`; None when it gives none."""
+    """Return the JSON that `code` prints under `python`; None when it gives none."""
     try:
         done = subprocess.run(
             [python, "-c", code, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -90,7 +90,7 @@ def ask(python: str, code: str, *args: str, timeout_s: float = 120.0, env=None) 
 
 
 def interpreters() -> list[str]:
-    """Pythons on PATH, in its order: python3, python, python3.N of each folder."""
+    """Return the Pythons on PATH, in its order: python3, python, python3.N of each folder."""
     found = []
     for folder in os.environ.get("PATH", "").split(os.pathsep):
         names = ["python3", "python", *(f"python3.{minor}" for minor in range(20, 9, -1))]
@@ -102,7 +102,7 @@ def interpreters() -> list[str]:
 
 
 def distinct(paths: list[str]) -> list[dict]:
-    """Facts of each different environment among `paths`, Python 3.10 or later only."""
+    """Return facts of each different environment among `paths`, Python 3.10 or later only."""
     seen, out = set(), []
     for path in paths:
         facts = ask(path, FACTS, timeout_s=20)
@@ -112,8 +112,15 @@ def distinct(paths: list[str]) -> list[dict]:
     return out
 
 
+def first_able() -> str | None:
+    """Return this Python, or if it is older than 3.10 the first on PATH that is not."""
+    if sys.version_info[:2] >= LEAST:
+        return sys.executable
+    return next((facts["path"] for facts in distinct(interpreters())), None)
+
+
 def pip(python: str, *argv: str, timeout_s: float | None = None) -> str | None:
-    """Run `pip argv` for `python`, which need not have one; what went wrong, or None."""
+    """Run `pip argv` for `python`, which need not have one. Returns what went wrong, or None."""
     own = (ask(python, PIP, timeout_s=20) or {}).get("argv")
     ours = ask(sys.executable, PIP, timeout_s=20) if own is None else None
     if own is not None:
@@ -140,14 +147,11 @@ def digest(requirements: Path, python: str) -> str:
 
 
 def make_venv(folder: Path, requirements: Path) -> str:
-    """An environment with `requirements`; nothing is done when its stamp is up to date."""
+    """Make an environment with `requirements`, unless its stamp is up to date."""
     python = folder / "bin" / "python"
     stamp = folder / STAMP
-    if (
-        python.exists()
-        and stamp.exists()
-        and stamp.read_text() == digest(requirements, str(python))
-    ):
+    made = python.exists() and stamp.exists()
+    if made and stamp.read_text() == digest(requirements, str(python)):
         return str(python)
     if not python.exists():
         base = distinct([sys.executable, *interpreters()])
@@ -197,7 +201,7 @@ def missing_modules(python: str, env: dict[str, str]) -> list[str] | None:
 
 
 def add_small_packages(python: str) -> tuple[Path | None, list[str], str | None]:
-    """Put what `python` lacks into .deps/<tag>: (folder, still missing, problem)."""
+    """Put what `python` lacks into .deps/<tag>. Returns (folder, still missing, problem)."""
     facts = ask(python, FACTS, timeout_s=20) or {"version": [0, 0], "prefix": python}
     tag = hashlib.sha256(facts["prefix"].encode()).hexdigest()[:8]
     folder = ROOT / ".deps" / f"cp{''.join(map(str, facts['version']))}-{tag}"

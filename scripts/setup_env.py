@@ -62,12 +62,12 @@ def nvidia_hardware() -> str | None:
 
 
 def choose(install: bool = True) -> dict:
-    """The interpreter to use and why. Raises SetupFailed."""
+    """Choose the interpreter to use, and say why. Raises SetupFailed."""
     given, hardware = os.environ.get("PYTHON"), nvidia_hardware()
     choice = {"hardware": hardware, "problems": [], "missing": [], "pythonpath": ""}
 
     def beside(path: str, why: str) -> dict:
-        """This interpreter, with the small packages that it lacks put beside it."""
+        """Choose this interpreter, with the small packages that it lacks beside it."""
         choice.update(python=path, why=why)
         if install:
             folder, choice["missing"], problem = pythons.add_small_packages(path)
@@ -108,30 +108,31 @@ def choose(install: bool = True) -> dict:
 
 
 def usage_error(argv: list[str]) -> str | None:
-    """What the run would refuse `argv` with. A dry run says it, which needs the standard library
-    alone: nobody should wait for an installation to hear of a slip of the pen."""
-    here = [{"path": sys.executable}]
-    if sys.version_info[:2] < LEAST:
-        here = pythons.distinct(pythons.interpreters())
+    """Return what the run would refuse `argv` with. A dry run says it, which needs the standard
+    library alone: nobody should wait for an installation to hear of a slip of the pen."""
+    python = pythons.first_able()
+    if python is None:
+        return None  # the run itself will say what is wrong
     try:
         done = subprocess.run(
-            [here[0]["path"], "-m", "scripts.oneshot", "run", *argv, "--dry-run"],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            timeout=60, check=False, cwd=str(ROOT),
+            [python, "-m", "scripts.oneshot", "run", *argv, "--dry-run"], stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60, check=False,
+            cwd=str(ROOT),
         )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired, IndexError):
-        return None  # the run itself will say what is wrong
+    except (OSError, subprocess.TimeoutExpired):
+        return None
     return done.stderr.decode("utf-8", "replace") if done.returncode == 2 else None
 
 
 def run_report(argv: list[str]) -> int:
     """Become `python -m scripts.oneshot run`. A failed set-up still gets a report that says so."""
+    run = ["-m", "scripts.oneshot", "run", *argv]
     if {"--dry-run", "-h", "--help"} & set(argv):
-        able = pythons.distinct([sys.executable, *pythons.interpreters()])
-        if not able:
+        python = pythons.first_able()
+        if python is None:
             say("no Python 3.10 or later on PATH")
             return 3
-        return become(able[0]["path"], ["-m", "scripts.oneshot", "run", *argv], "")
+        return become(python, run, "")
     if (refused := usage_error(argv)) is not None:
         say(refused.rstrip())
         return 2
@@ -142,20 +143,18 @@ def run_report(argv: list[str]) -> int:
         return 2
     except SetupFailed as error:
         say(f"ERROR {error}")
-        able = pythons.distinct([sys.executable, *pythons.interpreters()])
-        if not able:
+        python = pythons.first_able()
+        if python is None:
             say("no Python 3.10 or later: not even a report can be written")
             return 3
         text = re.sub(r"\s+", " ", str(error))
-        choice = {"python": able[0]["path"], "why": "the only Python there is", "missing": [],
-                  "hardware": None, "problems": [f"set-up failed: {text}"],
+        choice = {"python": python, "why": "the only Python there is", "hardware": None,
+                  "problems": [f"set-up failed: {text}"], "missing": [],
                   "pythonpath": ""}  # fmt: skip
     say(f"== Python: {choice['python']} ({choice['why']})")
     shown = {k: choice[k] for k in ("why", "hardware", "problems", "missing")}
-    return become(
-        choice["python"], ["-m", "scripts.oneshot", "run", *argv], choice["pythonpath"],
-        ONESHOT_SETUP=json.dumps(shown),
-    )  # fmt: skip
+    told = {"ONESHOT_SETUP": json.dumps(shown)}
+    return become(choice["python"], run, choice["pythonpath"], **told)
 
 
 def become(python: str, argv: list[str], pythonpath: str, **variables: str) -> int:
@@ -206,21 +205,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _main() -> int:
-    """main(), ended by a signal with the signal's code; a child of it is killed."""
-
-    def stopped(number: int, _frame: object) -> None:
-        say(f"stopped by {signal.Signals(number).name} during the set-up: nothing ran")
-        sys.exit(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stopped)
-    try:
-        return main()
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 2
+def _stopped(number: int, _frame: object) -> None:
+    say(f"stopped by {signal.Signals(number).name} during the set-up: nothing ran")
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
     streams.open_standard_streams()
-    streams.leave(_main())
+    for number in (signal.SIGINT, signal.SIGTERM):  # a child of this process is killed
+        signal.signal(number, _stopped)
+    streams.leave_by(main)

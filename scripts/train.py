@@ -27,7 +27,6 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -96,12 +95,11 @@ def prepare(
     for block in model.blocks:
         if compiled:
             faster = functools.partial(torch.compile, backend=backend)
-            if isinstance(block.attention, NSAAttention):
+            layer = block.attention
+            if isinstance(layer, NSAAttention):
                 # The attention itself is not traced: its kernels are chosen when it runs.
-                layer = block.attention
-                layer._project, layer.gate.forward = (
-                    faster(layer._project), faster(layer.gate.forward)
-                )  # fmt: skip
+                layer._project = faster(layer._project)
+                layer.gate.forward = faster(layer.gate.forward)
                 block._finish = faster(block._finish)
             else:
                 block.forward = faster(block.forward)
@@ -117,32 +115,8 @@ def prepare(
     return model
 
 
-def new_model(
-    attention: str, config: NSAConfig, layers: int, device: torch.device
-) -> NSALanguageModel:
-    """The model with "nsa" or "dense" attention; what is common starts with equal weights."""
-    model = NSALanguageModel(config, VOCAB, layers, flags=training_flags(device))
-    if attention == "dense":
-        for block in model.blocks:
-            block.attention = DenseAttention(config)
-    return model.to(device)
-
-
-def builder(
-    attention: str, device: torch.device, mesh: DeviceMesh | None, args: argparse.Namespace
-) -> Callable[[Preset], nn.Module]:
-    def make(preset: Preset) -> nn.Module:
-        model = new_model(attention, preset.config, preset.layers, device)
-        return prepare(
-            model, mesh, recompute=args.recompute, compiled=args.compile,
-            backend=args.compile_backend,
-        )  # fmt: skip
-
-    return make
-
-
 def setup(args: argparse.Namespace) -> tuple[torch.device, DeviceMesh | None]:
-    """This rank's device, and the mesh of all ranks under torchrun."""
+    """Return this rank's device, and the mesh of all ranks under torchrun."""
     if "WORLD_SIZE" not in os.environ:
         return torch.device(args.device), None
     device = join_ranks(args.device, args.timeout)
@@ -182,8 +156,8 @@ def build_parser() -> argparse.ArgumentParser:
 def presets(
     parser: argparse.ArgumentParser, args: argparse.Namespace, longest: int
 ) -> list[Preset]:
-    """One preset per length, of the same tokens per step where whole sequences on every rank allow
-    it; a usage error for what cannot be."""
+    """Return one preset per length, of the same tokens per step where whole sequences on every rank
+    allow it. What cannot be is a usage error."""
     base = PRESETS[args.device]
     if args.save_every < 0:
         parser.error(f"--save-every must be 0 or more, got {args.save_every}")
@@ -213,7 +187,7 @@ def presets(
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The whole model on rank 0, on the CPU; every rank must call."""
+    """Gather the whole model on rank 0, on the CPU; every rank must call."""
     return get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
@@ -268,34 +242,16 @@ def main(argv: list[str] | None = None) -> int:
             note(f"tokens per step differ: {told}", "warn")
     curve: list[dict[str, Any]] = []
     rates: list[dict[str, Any]] = []
-    good = True
     try:
         for preset in planned:
             for attention in args.attention:
-                name = f"{attention}-{preset.seq}"
                 about = {**asdict(preset), "attention": attention, "seed": args.seed}
                 saved = Checkpoints(
-                    args.out / "checkpoints" / name, about, every=args.save_every,
-                    resume=args.resume,
+                    args.out / "checkpoints" / f"{attention}-{preset.seq}", about,
+                    every=args.save_every, resume=args.resume,
                 )  # fmt: skip
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                tell = lambda _done, line, name=name: first and print(f"{name}: {line}", flush=True)
-                try:
-                    run = train(
-                        preset, text, held_out, device, args.seed, args.log_every, tell,
-                        make=builder(attention, device, mesh, args), mesh=mesh, checkpoints=saved,
-                        stop_at=args.stop_at,
-                    )  # fmt: skip
-                except CheckpointError as error:
-                    print(error, file=sys.stderr)
-                    return 2
-                if saved.world_changed and first:
-                    note(f"{name}: resumed from {saved.world_changed} ranks on {world}: sums are "
-                         "added in another order, so not bit by bit", "warn")  # fmt: skip
-                rows = [{"attention": attention, "seq": preset.seq, **r} for r in run.rows]
-                good &= all(math.isfinite(r["loss"]) for r in rows)
-                curve += rows
+                run = train_one(args, attention, preset, (text, held_out), device, mesh, saved)
+                curve += [{"attention": attention, "seq": preset.seq, **r} for r in run.rows]
                 rates.append(summary(attention, preset, run, world))
                 if args.save and attention == "nsa":
                     state = weights(run.model)
@@ -304,10 +260,45 @@ def main(argv: list[str] | None = None) -> int:
                 del run
         if first:
             report(args.out, curve, rates)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 2
     finally:
         if mesh is not None:
             dist.destroy_process_group()
-    return 0 if good else 1
+    return 0 if all(math.isfinite(row["loss"]) for row in curve) else 1
+
+
+def train_one(
+    args: argparse.Namespace, attention: str, preset: Preset, texts: tuple[Tensor, Tensor],
+    device: torch.device, mesh: DeviceMesh | None, checkpoints: Checkpoints,
+) -> Run:  # fmt: skip
+    """Train one kind of attention at one length; the first rank says how it goes."""
+    name, first = f"{attention}-{preset.seq}", mesh is None or mesh.get_rank() == 0
+
+    def make(preset: Preset) -> nn.Module:
+        flags = training_flags(device)
+        model = NSALanguageModel(preset.config, VOCAB, preset.layers, flags=flags)
+        if attention == "dense":  # the rest starts with the weights that it has beside NSA
+            for block in model.blocks:
+                block.attention = DenseAttention(preset.config)
+        return prepare(
+            model.to(device), mesh, recompute=args.recompute, compiled=args.compile,
+            backend=args.compile_backend,
+        )  # fmt: skip
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    run = train(
+        preset, *texts, device, args.seed, args.log_every,
+        lambda _done, line: first and print(f"{name}: {line}", flush=True),
+        make=make, mesh=mesh, checkpoints=checkpoints, stop_at=args.stop_at,
+    )  # fmt: skip
+    if checkpoints.world_changed and first:
+        world = 1 if mesh is None else mesh.size()
+        note(f"{name}: resumed from {checkpoints.world_changed} ranks on {world}: sums are "
+             "added in another order, so not bit by bit", "warn")  # fmt: skip
+    return run
 
 
 if __name__ == "__main__":

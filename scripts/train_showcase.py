@@ -44,7 +44,6 @@ from scripts.training import (
     autocast,
     load_corpus,
     train,
-    training_flags,
     write_curve,
 )
 
@@ -52,12 +51,10 @@ MIN_FALL_NATS = 0.1  # random bytes start at ln 256 = 5.5; twenty steps already 
 
 
 def ngram_cross_entropy(train: Tensor, held_out: Tensor, order: int) -> float:
-    """Nats per byte of `held_out` under a byte n-gram model counted on `train` (add-one smoothing).
+    """Return nats per byte of `held_out` under a byte n-gram model of `train` (add-one smoothing).
 
     order 1: each byte alone; order 2: each byte given the one before it.
     """
-    if order not in (1, 2):
-        raise ValueError(f"order must be 1 or 2, got {order}")
 
     def cells(text: Tensor) -> Tensor:
         return text[1:] if order == 1 else text[:-1] * VOCAB + text[1:]
@@ -65,9 +62,6 @@ def ngram_cross_entropy(train: Tensor, held_out: Tensor, order: int) -> float:
     counts = torch.bincount(cells(train), minlength=VOCAB**order).double() + 1.0
     log_p = (counts / counts.view(-1, VOCAB).sum(-1).repeat_interleave(VOCAB)).log()
     return -log_p[cells(held_out)].mean().item()
-
-
-# ---- checks --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ class Probe:
 
 
 def worst(probes: Sequence[Probe]) -> Probe:
-    """The first that found something, or could not have; else the first."""
+    """Return the first probe that found something, or could not have; else the first."""
     return next((p for p in probes if p.leaks or p.blind), probes[0])
 
 
@@ -123,7 +117,7 @@ def causality_probe(
 def gradient_probe(
     model: NSALanguageModel, tokens: Tensor, positions: list[int], device: torch.device
 ) -> Probe:
-    """The largest gradient of a logit at t to the embedding of a token after t, which must be
+    """Find the largest gradient of a logit at t to the embedding of a token after t, which must be
     nothing, and to one up to t, each relative to the latter."""
     kept: list[Tensor] = []
     hook = model.embedding.register_forward_hook(lambda _m, _i, out: kept.append(out))
@@ -143,7 +137,7 @@ def gradient_probe(
 
 
 def planted_leak(logits_of: Callable[[Tensor], Tensor], size: float) -> Callable[[Tensor], Tensor]:
-    """The same model, but the logit of the token that comes next is raised by `size`."""
+    """Return the same model, but with the logit of the next token raised by `size`."""
 
     def leaky(tokens: Tensor) -> Tensor:
         nxt = F.one_hot(tokens.roll(-1, dims=1), VOCAB)
@@ -154,43 +148,37 @@ def planted_leak(logits_of: Callable[[Tensor], Tensor], size: float) -> Callable
 
 
 def probe_positions(seq: int, config: NSAConfig) -> list[int]:
-    """Positions around the edges where leaks live: block ends, the window's end, odd places."""
+    """Return positions around edges where leaks live: ends of blocks and of the window."""
     edges = {0, config.l - 2, config.l - 1, config.l, config.l_sel - 1, config.l_sel, config.w}
     edges |= {seq // 2, seq // 2 + config.d - 1, seq - 2}
     return sorted(t for t in edges if 0 <= t <= seq - 2)
 
 
-def gate_statistics(model: NSALanguageModel, tokens: Tensor) -> list[dict[str, float]]:
-    """Per layer: mean and spread of the three gates over tokens and heads, {branch_stat: value}."""
+@torch.no_grad()
+def gate_statistics(model: NSALanguageModel, tokens: Tensor) -> dict[str, float]:
+    """Return mean and spread of each layer's three gates over tokens and heads, by name."""
     seen: list[Tensor] = []
     hooks = [
-        block.attention.gate.register_forward_hook(lambda _m, _i, out: seen.append(out.detach()))
+        block.attention.gate.register_forward_hook(lambda _m, _i, out: seen.append(out))
         for block in model.blocks
     ]
     try:
-        with torch.no_grad():
-            model(tokens)
+        model(tokens)
     finally:
         for hook in hooks:
             hook.remove()
-    rows = []
-    for gates in seen:  # [B, S, HQ, 3]
-        flat = gates.float().reshape(-1, 3)
-        row = {}
-        for i, branch in enumerate(("cmp", "sel", "win")):
-            row[f"{branch}_mean"] = flat[:, i].mean().item()
-            row[f"{branch}_std"] = flat[:, i].std().item()
-        rows.append(row)
-    return rows
-
-
-# ---- command line --------------------------------------------------------------------------------
+    found = {}
+    for layer, gates in enumerate(seen):  # [B, S, HQ, 3]
+        for branch, values in zip(("cmp", "sel", "win"), gates.float().unbind(-1), strict=True):
+            found[f"gate/layer{layer}/{branch}_mean"] = values.mean().item()
+            found[f"gate/layer{layer}/{branch}_std"] = values.std().item()
+    return found
 
 
 def check_results(
     run: Run, probe: Probe, selftest: Probe, flow: Probe
 ) -> list[tuple[str, bool, str]]:
-    """(check, passed, what was seen) for everything that decides the exit code."""
+    """Return (check, passed, what was seen) for everything that decides the exit code."""
     first, last = run.rows[0]["loss"], run.rows[-1]["loss"]
     values = [r["loss"] for r in run.rows] + run.grad_norms
     values += [r["val_loss"] for r in run.rows if r["val_loss"] is not None]
@@ -220,8 +208,8 @@ def check_results(
 
 
 def probe_lengths(preset: Preset) -> list[int]:
-    """Tokens of a probe: odd numbers, as no multiple of any block is, from a few blocks to twice
-    what the model was trained on."""
+    """Return lengths of probes: odd numbers, as no multiple of any block is, from a few blocks to
+    twice what the model was trained on."""
     some = (preset.seq - 7, preset.config.l_sel + 3, preset.seq // 2 + 1, 2 * preset.seq + 5)
     return list(dict.fromkeys(n | 1 for n in some))
 
@@ -229,8 +217,8 @@ def probe_lengths(preset: Preset) -> list[int]:
 def probe_model(
     model: NSALanguageModel, preset: Preset, text: Tensor, device: torch.device
 ) -> tuple[Probe, Probe, Probe]:
-    """The causality probe on the trained model, the one on its copy with a planted leak, and the
-    probe of its gradients: each the worst of all lengths, the first of serving and training."""
+    """Probe the trained model, its copy with a planted leak, and its gradients. Returns the worst
+    probe of all lengths, in serving and training, of each."""
     found: list[Probe] = []
     selftests: list[Probe] = []
     flows: list[Probe] = []
@@ -293,10 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     if not shortest <= preset.seq <= longest:
         parser.error(f"--seq must be {shortest} to {longest}, got {preset.seq}")
     if args.compile_only:
-        made = train(
-            replace(preset, steps=1), train_text, val_text, device, args.seed,
-            flags=training_flags(device),
-        )  # fmt: skip
+        made = train(replace(preset, steps=1), train_text, val_text, device, args.seed)
         probe_model(made.model, preset, val_text, device)
         return 0
     spent.begin()
@@ -307,40 +292,44 @@ def main(argv: list[str] | None = None) -> int:
         emit("progress", {"done": done, "total": preset.steps, "text": text})
 
     with spent.on("training"):
-        run = train(
-            preset, train_text, val_text, device, args.seed, progress=progress,
-            flags=training_flags(device),
-        )  # fmt: skip
+        run = train(preset, train_text, val_text, device, args.seed, progress=progress)
     curve = args.csv or args.out / "train.csv"
     for path in write_curve(run.rows, run.grad_norms, curve, args.out / "train.jsonl"):
         emit("artifact", {"path": str(path)})
     if args.save:
         save_checkpoint(args.save, run.model)
     with spent.on("probes"):
-        probe, selftest, flow = probe_model(run.model, preset, val_text, device)
+        probes = probe_model(run.model, preset, val_text, device)
+    tell_metrics(run, probes[0], preset, (train_text, val_text), device)
+    return 0 if told("train_showcase", check_results(run, *probes)) else 1
 
-    params = sum(p.numel() for p in run.model.parameters())
-    metrics: list[tuple[str, float | None, str]] = [
-        ("loss_first", run.rows[0]["loss"], "nats/byte"),
-        ("loss_last", run.rows[-1]["loss"], "nats/byte"),
-        ("val_loss", run.rows[-1]["val_loss"], "nats/byte"),
-        ("unigram_cross_entropy", ngram_cross_entropy(train_text, val_text, 1), "nats/byte"),
-        ("bigram_cross_entropy", ngram_cross_entropy(train_text, val_text, 2), "nats/byte"),
+
+def tell_metrics(
+    run: Run, probe: Probe, preset: Preset, texts: tuple[Tensor, Tensor], device: torch.device
+) -> None:
+    """Print and send the numbers of a run."""
+    per_byte = {
+        "loss_first": run.rows[0]["loss"],
+        "loss_last": run.rows[-1]["loss"],
+        "val_loss": run.rows[-1]["val_loss"],
+        "unigram_cross_entropy": ngram_cross_entropy(*texts, 1),
+        "bigram_cross_entropy": ngram_cross_entropy(*texts, 2),
+    }
+    metrics = [(name, value, "nats/byte") for name, value in per_byte.items()]
+    metrics += [
         ("steps_per_s", run.steps_per_s, "1/s"),
         ("tokens_per_s", run.tokens_per_s, "1/s"),
         ("first_step_s", run.first_step_s, "s"),
-        ("parameters", params, "1"),
+        ("parameters", sum(p.numel() for p in run.model.parameters()), "1"),
         ("leak_max_logit_change", probe.max_before, "logit"),
     ]
     if device.type == "cuda":
         metrics.append(("peak_vram_mib", torch.cuda.max_memory_allocated() / 2**20, "MiB"))
-    sample = val_text[None, : preset.seq].to(device)
     with autocast(device):
-        gates = gate_statistics(run.model, sample)
-    for layer, row in enumerate(gates):
-        metrics += [(f"gate/layer{layer}/{name}", value, "1") for name, value in row.items()]
-    metrics += [(f"routes/{name}", n, "1") for name, n in sorted(run.routes.items())]
-    metrics += [(f"launches/{name}", n, "1") for name, n in sorted(run.launches.items())]
+        counts = gate_statistics(run.model, texts[1][None, : preset.seq].to(device))
+    counts |= {f"routes/{name}": n for name, n in sorted(run.routes.items())}
+    counts |= {f"launches/{name}": n for name, n in sorted(run.launches.items())}
+    metrics += [(name, value, "1") for name, value in counts.items()]
     if run.fallbacks and device.type == "cuda":
         text = "; ".join(f"{name} ({n} times)" for name, n in sorted(run.fallbacks.items()))
         note(f"routes passed over in training: {text}", "warn")
@@ -348,8 +337,6 @@ def main(argv: list[str] | None = None) -> int:
         value = value if value is not None and math.isfinite(value) else None
         emit("metric", {"name": name, "value": value, "unit": unit})
         print(f"{name:32} {'-' if value is None else f'{value:.6g}'} {unit}")
-
-    return 0 if told("train_showcase", check_results(run, probe, selftest, flow)) else 1
 
 
 if __name__ == "__main__":

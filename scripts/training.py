@@ -1,8 +1,4 @@
-"""The training loop: text, model, optimizer, curve; on one device or spread with FSDP2.
-
-Used by scripts/train_showcase.py (one device, in every report) and scripts/train.py (torchrun,
-checkpoints, dense attention beside NSA).
-"""
+"""The training loop: text, model, optimizer, curve; on one device or spread with FSDP2."""
 
 from __future__ import annotations
 
@@ -65,22 +61,16 @@ PRESETS = {
 }  # fmt: skip
 
 
-# ---- data ----------------------------------------------------------------------------------------
-
-
 def load_corpus() -> tuple[Tensor, Tensor]:
-    """The text as bytes: (train, held out), int64 [n], split 90 / 10 in reading order."""
+    """Return the text as bytes: (train, held out), int64 [n], split 90 / 10 in reading order."""
     text = torch.frombuffer(bytearray(CORPUS.read_bytes()), dtype=torch.uint8).long()
     cut = len(text) * 9 // 10
     return text[:cut], text[cut:]
 
 
 def windows(text: Tensor, starts: Tensor, seq: int) -> Tensor:
-    """Windows of seq + 1 bytes at the given starts: int64 [len(starts), seq + 1]."""
+    """Return windows of seq + 1 bytes at the given starts: int64 [len(starts), seq + 1]."""
     return text[starts[:, None] + torch.arange(seq + 1)]
-
-
-# ---- the loop ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -94,6 +84,12 @@ class Measured:
     timed_steps: int = 0
     timed_s: float = 0.0
     peak_vram_mib: float | None = None
+
+    def count(self, steps: int, seconds: float) -> float:
+        """Add steps after the first one. Returns how many there were in a second."""
+        self.timed_steps += steps
+        self.timed_s += seconds
+        return steps / seconds
 
 
 @dataclass
@@ -113,7 +109,7 @@ class Run:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over a tenth of the steps (at most 20), then a cosine down to peak / 10."""
+    """Warm up linearly over a tenth of the steps (at most 20), then follow a cosine to a tenth."""
     warm = max(1, min(20, steps // 10))
     if step < warm:
         return peak * (step + 1) / warm
@@ -122,19 +118,19 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """bf16 on a GPU, nothing on CPU."""
+    """Compute in bf16 on a GPU; change nothing on a CPU."""
     return torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
 
 
 def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross entropy in nats per byte; batch int64 [B, S + 1]."""
+    """Return the mean cross entropy in nats per byte; batch int64 [B, S + 1]."""
     with autocast(batch.device):
         logits = model(batch[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 def average(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """The mean of `values` over the ranks."""
+    """Return the mean of `values` over the ranks."""
     if mesh is not None:
         dist.all_reduce(values, group=mesh.get_group())
         values /= mesh.size()
@@ -158,6 +154,31 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
     )  # fmt: skip
 
 
+def held_out_windows(text: Tensor, preset: Preset, rank: int, world: int) -> Tensor:
+    """Return a rank's windows of the held-out text. All ranks have as many, since a forward pass of
+    a sharded model is a collective."""
+    count = -(-preset.val_windows // world) * world
+    span = len(text) - preset.seq - 1
+    starts = (torch.arange(count) * (span // max(1, count - 1))).clamp(max=span)
+    return windows(text, starts[rank::world], preset.seq)
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, lr: float
+) -> tuple[Tensor, Tensor]:
+    """Take one step. Returns the loss and the norm of the gradients, on the device."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    loss = next_byte_loss(model, batch)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if hasattr(norm, "full_tensor"):
+        norm = norm.full_tensor()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach(), norm.detach()
+
+
 def train(
     preset: Preset, train_text: Tensor, val_text: Tensor, device: torch.device, seed: int,
     log_every: int = 10, progress: Callable[[int, str], None] = lambda _done, _text: None,
@@ -168,9 +189,9 @@ def train(
     """Train for preset.steps steps; losses stay on the device between two log points.
 
     make: builds the model, sharded over `mesh` where there is one (default: NSALanguageModel on
-    `device`). The batches depend on seed and step alone; each rank of `mesh` takes its share.
-    checkpoints: where to save, and from where to go on. stop_at: leave after so many steps, with a
-    checkpoint; the schedule stays that of preset.steps.
+    `device`, with `flags` or training_flags()). The batches depend on seed and step alone; each
+    rank of `mesh` takes its share. checkpoints: where to save, and from where to go on. stop_at:
+    leave after so many steps, with a checkpoint; the schedule stays that of preset.steps.
     """
     rank, world = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
     if preset.batch % world:
@@ -179,15 +200,12 @@ def train(
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed)
     if make is None:
+        flags = flags or training_flags(device)
         model = NSALanguageModel(preset.config, VOCAB, preset.layers, flags=flags).to(device)
     else:
         model = make(preset)
     optimizer = make_optimizer(model, preset.lr)
-    # As many windows on every rank: a forward pass of a sharded model is a collective.
-    count = -(-preset.val_windows // world) * world
-    span = len(val_text) - preset.seq - 1
-    starts = (torch.arange(count) * (span // max(1, count - 1))).clamp(max=span)
-    val = windows(val_text, starts[rank::world], preset.seq).to(device).split(share)
+    val = held_out_windows(val_text, preset, rank, world).to(device).split(share)
 
     rows: list[dict[str, float | int | None]] = []
     norms: list[float] = []
@@ -202,47 +220,35 @@ def train(
         started = time.perf_counter()
         for step in range(first, end):
             lr = learning_rate(step, preset.steps, preset.lr)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
             picks = torch.randint(0, len(train_text) - preset.seq, (preset.batch,), generator=draw)
             picks = picks[rank * share : (rank + 1) * share]
             batch = windows(train_text, picks, preset.seq).to(device, non_blocking=True)
-            loss = next_byte_loss(model, batch)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if hasattr(norm, "full_tensor"):
-                norm = norm.full_tensor()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            pending.append((step, lr, loss.detach(), norm.detach()))
+            pending.append((step, lr, *update(model, optimizer, batch, lr)))
 
-            last = step == end - 1
-            save = checkpoints is not None and (last or checkpoints.due(step + 1))
-            if step > first and not last and not save and (step + 1) % log_every:
+            done, last = step + 1, step == end - 1
+            save = checkpoints is not None and (last or checkpoints.due(done))
+            if step > first and not last and not save and done % log_every:
                 continue
             losses = average(torch.stack([torch.stack(p[2:]) for p in pending]), mesh).tolist()
-            elapsed = time.perf_counter() - started
+            elapsed, rate = time.perf_counter() - started, None
             if step == first:
                 measured.first_step_s = measured.first_step_s or elapsed
-                rate = None
             else:
-                measured.timed_steps += len(pending)
-                measured.timed_s += elapsed
-                rate = len(pending) * preset.batch * preset.seq / elapsed
-            for (index, at, *_), (value, norm_value) in zip(pending, losses, strict=True):
+                rate = measured.count(len(pending), elapsed) * preset.batch * preset.seq
+            for (index, at, *_), (value, norm) in zip(pending, losses, strict=True):
                 rows.append(
                     {"step": index, "loss": value, "val_loss": None, "lr": at, "tokens_per_s": rate}
                 )
-                norms.append(norm_value)
+                norms.append(norm)
             pending.clear()
-            if last or (step + 1) % (5 * log_every) == 0:
+            if last or done % (5 * log_every) == 0:
                 rows[-1]["val_loss"] = held_out_loss(model, list(val), mesh)
             if device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated() / 2**20
                 measured.peak_vram_mib = max(peak, measured.peak_vram_mib or 0.0)
             if save:
-                checkpoints.save(step + 1, model, optimizer, draw, rows, norms, asdict(measured))
-            progress(step + 1, f"step {step + 1}/{preset.steps} loss {rows[-1]['loss']:.3f}")
+                checkpoints.save(done, model, optimizer, draw, rows, norms, asdict(measured))
+            progress(done, f"step {done}/{preset.steps} loss {rows[-1]['loss']:.3f}")
             started = time.perf_counter()
     steps_per_s = measured.timed_steps / measured.timed_s if measured.timed_s else None
     return Run(
@@ -255,7 +261,7 @@ def train(
 
 
 def training_flags(device: torch.device) -> Flags:
-    """This process's flags; on a GPU the Triton kernels and their backward are on unless the
+    """Return this process's flags; on a GPU the Triton kernels and their backward are on unless the
     environment decides otherwise."""
     flags = dispatch.resolve_flags(None, torch.empty(0, device=device))
     if device.type != "cuda":
@@ -265,11 +271,8 @@ def training_flags(device: torch.device) -> Flags:
     return replace(flags, **free)
 
 
-# ---- the curve -----------------------------------------------------------------------------------
-
-
 def finite(row: dict) -> dict:
-    """`row` with None for what is not finite."""
+    """Return `row` with None for what is not finite."""
     return {
         k: v if isinstance(v, (int, str)) or (v is not None and math.isfinite(v)) else None
         for k, v in row.items()
@@ -279,7 +282,7 @@ def finite(row: dict) -> dict:
 def write_curve(
     rows: list[dict], grad_norms: list[float], csv_path: Path, jsonl_path: Path
 ) -> tuple[Path, Path]:
-    """The curve as CSV (an empty cell for what was not measured or not finite) and, with the
+    """Write the curve as CSV (an empty cell for what was not measured or not finite) and, with the
     gradient norms, as JSON lines."""
     clean = [finite(row) for row in rows]
     write_csv(str(csv_path), clean, CSV_FIELDS)

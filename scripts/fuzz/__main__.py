@@ -57,8 +57,8 @@ COMPILED = 3
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """What is drawn from on a device: by route pairs of geometry and dtype; the most queries of a
-    sequence, keys before them, and sequences of a pack."""
+    """What cases are drawn from on a device: pairs of geometry and dtype by route; the largest
+    numbers of queries in a sequence, of keys before them and of sequences in a pack."""
 
     routes: dict[str, tuple[tuple[Geometry, str], ...]]
     queries: int
@@ -67,7 +67,7 @@ class Space:
 
     @classmethod
     def of(cls, device: str, routes: list[str] | None, seed: int = 0) -> Space:
-        """The space of a device, or of these of its routes. Raises ValueError for another one."""
+        """Return the space of a device, or of some of its routes. Raises ValueError for others."""
         every = tuple((g, dtype) for g in (*SMALL, *FREE) for dtype in ("fp32", "bf16", "fp16"))
         if device == "cuda":
             large = tuple(LARGE[(seed + i) % len(LARGE)] for i in range(COMPILED))
@@ -94,13 +94,13 @@ class Space:
 
 
 def routes_of(operation: str, space: Space) -> list[str]:
-    """The routes of an operation, Triton's three times: as often as that it shall be drawn."""
+    """Return the routes of an operation, Triton three times: so often it shall be drawn."""
     of_fa2 = operation in ("compressed", "sliding")
     return [r for r in space.routes if r != "fa2" or of_fa2 for _ in range(1 + 2 * (r == "triton"))]
 
 
 def cases(operation: str, space: Space) -> Any:
-    """A hypothesis strategy of cases of one operation."""
+    """Return a hypothesis strategy of cases of one operation."""
     from hypothesis import strategies as st
 
     names = routes_of(operation, space)
@@ -128,10 +128,7 @@ def cases(operation: str, space: Space) -> Any:
         case["grad"] = draw(st.booleans())
         case["spare"] = draw(st.sampled_from([0, 1, 5, space.keys]))
         case["scale"] = draw(st.sampled_from([None, 0.02, 1.0]))
-        tensors = ["q", "grad", "gates"] + [
-            f"{x}_{kind}" for x in "kv" for kind in
-            ([KEYS[operation]] if operation in KEYS else ["cmp", "sel", "win"])
-        ]  # fmt: skip
+        tensors = ["q", "grad", "gates", *(f"{x}_{kind}" for x in "kv" for kind in KEYS[operation])]
         case["layouts"] = draw(
             st.dictionaries(st.sampled_from(tensors), st.sampled_from(LAYOUTS[1:]), max_size=3)
         )
@@ -154,7 +151,7 @@ def cases(operation: str, space: Space) -> Any:
 
 
 class Enough(BaseException):
-    """A fault was made smaller for long enough, or left a device that nothing can be asked."""
+    """Ends a round: a fault was made smaller for long enough, or broke the device."""
 
 
 @dataclasses.dataclass
@@ -176,7 +173,7 @@ class Fault:
 
 
 class Run:
-    """Rounds of examples until the time is over; what came of them."""
+    """Runs rounds of examples until the time is over, and counts what came of them."""
 
     def __init__(
         self, device: str, space: Space, until: float | None, last: Path | None = None
@@ -197,7 +194,7 @@ class Run:
         return self.broken or self.late() or len(self.faults) >= MOST_FAULTS
 
     def one(self, case: Case) -> None:
-        """Check a case. Raises what is wrong with it, and Enough."""
+        """Check a case. Raises what is wrong with it, or Enough."""
         if self._fault is None and self.late():
             return
         if self._fault is not None and time.monotonic() > self._since + SHRINK_S:
@@ -253,7 +250,7 @@ def fuzz(
     device: str, space: Space, operations: list[str], seed: int, seconds: float | None,
     examples: int, last: Path | None = None,
 ) -> Run:  # fmt: skip
-    """Rounds of the operations in turn, until `seconds` are over or each had so many examples.
+    """Run rounds of the operations in turn, until `seconds` are over or each had so many examples.
     last: where a case is written before it runs."""
     run = Run(device, space, None if seconds is None else time.monotonic() + seconds, last)
     done = 0
@@ -267,7 +264,7 @@ def fuzz(
 
 
 def report(run: Run, operations: list[str], seed: int, took: float) -> int:
-    """Print what was tried and send a test row for each operation; the exit code."""
+    """Print what was tried, send a test row for each operation, and return the exit code."""
     for (operation, route), count in sorted(run.examples.items()):
         worst = f"largest share of what a row may be off: {run.worst[operation, route]:.2f}"
         print(f"  {operation:10} {route:9} {count:6} examples; {worst}")

@@ -19,7 +19,9 @@ import nsa
 from nsa.flags import Flags
 
 OPERATIONS = ("attention", "compressed", "sliding", "blocks", "ranges", "choice", "decode")
-KEYS = {"compressed": "cmp", "sliding": "win", "blocks": "sel", "ranges": "sel", "choice": "cmp"}
+KEYS = {"compressed": ["cmp"], "sliding": ["win"], "blocks": ["sel"], "ranges": ["sel"],
+        "choice": ["cmp"], "attention": ["cmp", "sel", "win"],
+        "decode": ["cmp", "sel", "win"]}  # fmt: skip
 LAYOUTS = ("plain", "heads first", "sliced", "odd", "off by one", "strided", "shared")
 VALUES = ("normal", "tokens", "channels", "both", "peaked", "apart", "large", "small")
 ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "huge": 1e30}
@@ -73,6 +75,11 @@ class Case:
     scale: float | None = None
     seed: int = 0
 
+    @property
+    def first(self) -> int:
+        """Position of the first query of a sequence."""
+        return 0 if self.packed else self.q_start
+
     def to_json(self) -> str:
         plain = dataclasses.asdict(self)
         kept = {f.name: plain[f.name] for f in dataclasses.fields(self)
@@ -89,21 +96,18 @@ class Case:
         return cls(**given)
 
 
-# ---- inputs --------------------------------------------------------------------------------------
-
-
 def num_blocks(n: int, l: int, d: int) -> int:
     return 0 if n < l else (n - l) // d + 1
 
 
 def resized(x: Tensor, size: float) -> Tensor:
-    """x times size, within what the dtype holds."""
+    """Return x times size, within what the dtype holds."""
     most = torch.finfo(x.dtype).max / 2
     return (x.double() * size).clamp(-most, most).to(x.dtype)
 
 
 def with_values(kind: str, name: str, x: Tensor) -> Tensor:
-    """x [.., rows, heads, D] with outliers of the size that language models have."""
+    """Return x [.., rows, heads, D] with outliers of the size that language models have."""
     half = x.dtype == torch.float16
     if name == "q":
         return resized(x, 8) if kind == "peaked" else x
@@ -125,7 +129,7 @@ def with_values(kind: str, name: str, x: Tensor) -> Tensor:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The values of x [.., rows, heads, D] where a caller may have them in memory."""
+    """Return the values of x [.., rows, heads, D] in memory as a caller may have them."""
     if layout == "heads first":
         return x.transpose(-3, -2).contiguous().transpose(-3, -2)
     if layout in ("sliced", "odd"):  # a part of a wider projection; one that no vector load takes
@@ -141,7 +145,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 class Inputs:
-    """Tensors of a case by name: x as the call gets them, clean with 0 for the odd row."""
+    """The tensors of a case by name: x as the call gets them, clean with 0 in the odd row."""
 
     def __init__(self, case: Case, device: str) -> None:
         g, self.case, self.device = case.geometry, case, device
@@ -154,7 +158,7 @@ class Inputs:
             lead = (len(case.lengths), case.lengths[0])
         self._make("q", (*lead, g.G * g.h, g.Dk))
         rows = self._rows()
-        for kind in [KEYS[case.operation]] if case.operation in KEYS else list(rows):
+        for kind in KEYS[case.operation]:
             at = (rows[kind],) if case.packed else (len(case.lengths), rows[kind])
             self._make(f"k_{kind}", (*at, g.G, g.Dk))
             if case.operation != "choice":
@@ -170,14 +174,14 @@ class Inputs:
 
     @classmethod
     def of(cls, case: Case, x: dict[str, Tensor]) -> Inputs:
-        """Given tensors instead of drawn ones."""
+        """Make inputs of given tensors instead of drawn ones."""
         self = cls.__new__(cls)
         self.case, self.x, self.clean = case, x, x
         self.blocks = self.ranges = self.cu = None
         return self
 
     def _rows(self) -> dict[str, int]:
-        """Keys of each kind."""
+        """Return the number of keys of each kind."""
         case, g = self.case, self.case.geometry
         if case.packed:
             T = sum(case.lengths) + case.spare
@@ -194,18 +198,20 @@ class Inputs:
         return {"cmp": n_cmp + spare, "sel": N + case.spare, "win": window}
 
     def chosen(self) -> dict[str, Tensor]:
-        """The caller's blocks or ranges, by name."""
+        """Return the caller's blocks or ranges by name."""
         given = {"blocks": self.blocks, "ranges": self.ranges}
         return {name: x for name, x in given.items() if x is not None}
 
-    def odd_rows(self) -> Tensor:
-        """bool of the odd tensor's rows: which holds the odd value."""
+    def odd_rows(self) -> dict[str, Tensor]:
+        """Return by the odd tensor's name which of its rows holds the odd value."""
+        if self.case.odd is None:
+            return {}
         name, where, _ = self.case.odd
         x = self.clean[name]
         rows = torch.zeros(x.shape[:-2], dtype=torch.bool, device=x.device)
         if rows.numel():
             rows.view(-1)[where * rows.numel() // 1000] = True
-        return rows
+        return {name: rows}
 
     def _make(self, name: str, shape: tuple[int, ...]) -> None:
         case, layout = self.case, self.case.layouts.get(name, "plain")
@@ -221,13 +227,13 @@ class Inputs:
         if odd:
             value, most = ODD[case.odd[2]], torch.finfo(self.dtype).max
             value = value if math.isinf(value) else min(value, most * 0.9)
-            rows = self.odd_rows().to(x.device)[..., None, None]
-            x, self.clean[name] = x.masked_fill(rows, value), clean.masked_fill(rows, 0)
-            self.clean[name] = self.clean[name].to(self.device)
+            rows = self.odd_rows()[name].to(x.device)[..., None, None]
+            x, clean = x.masked_fill(rows, value), clean.masked_fill(rows, 0)
+            self.clean[name] = clean.to(self.device)
         self.x[name] = laid_out(x.to(self.device), layout)
 
     def _positions(self, lead: tuple[int, ...]) -> Tensor:
-        """Of every query in its sequence [rows of lead]; -1 outside of all."""
+        """Return the position of every query in its sequence; -1 outside of all."""
         case = self.case
         if not case.packed:
             return (torch.arange(lead[1]) + case.q_start).expand(lead)
@@ -235,7 +241,7 @@ class Inputs:
         return torch.cat([*each, torch.full((case.spare,), -1)])
 
     def _blocks(self, lead: tuple[int, ...]) -> Tensor:
-        """Any of the blocks up to the query's own, in any order, some twice or none, [.., G, n]."""
+        """Draw blocks up to the query's own, in any order, some twice or none: [.., G, n]."""
         g = self.case.geometry
         own = (self._positions(lead) // g.l_sel)[..., None, None]
         share = torch.rand(*lead, g.G, g.n_sel, generator=self.draw)
@@ -245,7 +251,7 @@ class Inputs:
         return blocks.to(self.device)
 
     def _ranges(self, lead: tuple[int, ...], rows: int) -> Tensor:
-        """Ranges [.., G, n, 2] that may be empty, inverted, over the ends or over each other."""
+        """Draw ranges [.., G, n, 2], some of them empty, inverted, over the ends or each other."""
         g = self.case.geometry
         reach = max(self.case.lengths) if self.case.packed else rows
         ends = torch.randint(-3, reach + 4, (*lead, g.G, min(g.n_sel, 4), 2), generator=self.draw)
@@ -253,21 +259,20 @@ class Inputs:
         near = ends[..., :1] + torch.arange(2) * 5
         return torch.where(long, ends, near).to(self.device, torch.int32)
 
-    def each(self, x: dict[str, Tensor]) -> Iterator[tuple[slice | int, dict[str, Tensor]]]:
-        """(index of its queries, tensors of it alone) of each sequence."""
+    def each(self, *several: dict[str, Tensor]) -> Iterator[list[dict[str, Tensor]]]:
+        """Yield these tensors of each sequence alone."""
         case, g = self.case, self.case.geometry
-        for b in range(len(case.lengths)):
+        for b, n in enumerate(case.lengths):
             if not case.packed:
-                yield b, {name: t[b] for name, t in x.items()}
+                yield [{name: t[b] for name, t in x.items()} for x in several]
                 continue
-            n, first = case.lengths[b], sum(case.lengths[:b])
-            at = slice(first, first + n)
+            first = sum(case.lengths[:b])
             begin = sum(num_blocks(m, g.l, g.d) for m in case.lengths[:b])
-            cmp = slice(begin, begin + num_blocks(n, g.l, g.d))
-            yield at, {name: t[cmp if name.endswith("cmp") else at] for name, t in x.items()}
-
-
-# ---- the call ------------------------------------------------------------------------------------
+            rows, cmp = slice(first, first + n), slice(begin, begin + num_blocks(n, g.l, g.d))
+            yield [
+                {name: t[cmp if name.endswith("cmp") else rows] for name, t in x.items()}
+                for x in several
+            ]
 
 
 def call(case: Case, inputs: Inputs, x: dict[str, Tensor]) -> Any:
@@ -285,7 +290,7 @@ def call(case: Case, inputs: Inputs, x: dict[str, Tensor]) -> Any:
     if case.operation == "sliding":
         return nsa.sliding_attention(*x.values(), window=g.w, **start, **how)
     if case.operation == "choice":
-        if how["backend"] in ("sdpa", "fa2"):
+        if case.route in ("sdpa", "fa2"):
             how["backend"] = "reference"
         return nsa.select_blocks(*x.values(), **g.choice(), **start, **how)
     named = {"ranges": inputs.ranges} if inputs.blocks is None else {

@@ -18,11 +18,9 @@ from nsa.tests.helpers import deterministic
 from scripts.fuzz.cases import DTYPES, FLAGS, KEYS, Case, Inputs, call, laid_out, num_blocks
 from scripts.fuzz.judge import Wrong, attend, attend_in_dtype, judge, judge_choice, seen_keys
 
-# ---- a call --------------------------------------------------------------------------------------
-
 
 class Expected:
-    """Sums over sequences and branches: what is right for the whole tensors of a call."""
+    """What is right for the whole tensors of a call, summed over sequences and branches."""
 
     def __init__(self, case: Case, inputs: Inputs, do: Tensor, blocks: Tensor | None) -> None:
         self.case, g = case, case.geometry
@@ -43,11 +41,8 @@ class Expected:
                 "hit": self.hit, "hit_by_key": self.hit_by_key, **inputs.chosen()}  # fmt: skip
         if blocks is not None:
             more["blocks"] = blocks
-        odd = {} if case.odd is None else {case.odd[0]: inputs.odd_rows()}
-        for (_, one), (_, own), (_, right), (_, sizes), (_, rows), (_, at) in zip(
-            *(inputs.each(x) for x in (inputs.clean, leaves, self.right, self.sizes, more, odd)),
-            strict=True,
-        ):
+        every = inputs.clean, leaves, self.right, self.sizes, more, inputs.odd_rows()
+        for one, own, right, sizes, rows, at in inputs.each(*every):
             self._sequence({**one, **rows}, own, right, sizes, at, least)
         self.theirs = {"out": theirs.detach()}
         if case.grad:
@@ -60,15 +55,13 @@ class Expected:
     def _sequence(
         self, one: dict, own: dict, right: dict, sizes: dict, odd: dict, least: float
     ) -> None:
-        """One sequence's rows of everything, in place. own: the tensors that PyTorch's attention
-        in their dtype takes. odd: which rows of the odd tensor hold the odd value."""
+        """Fill in one sequence's rows of everything. own: the tensors that PyTorch's attention in
+        their dtype takes. odd: which rows of the odd tensor hold the odd value."""
         case, g = self.case, self.case.geometry
-        S, start = one["q"].shape[0], 0 if case.packed else case.q_start
-        kinds = [KEYS[case.operation]] if case.operation in KEYS else ["cmp", "sel", "win"]
         total = 0
-        for column, kind in enumerate(kinds):
+        for column, kind in enumerate(KEYS[case.operation]):
             k, v = f"k_{kind}", f"v_{kind}"
-            seen = seen_keys(case, kind, S, one[k].shape[0], start, one)
+            seen = seen_keys(case, kind, one)
             gate = one["gates"][..., column, None].double() if "gates" in one else 1.0
             part = attend(one["q"], one[k], one[v], seen, self.scale, one["do"] * gate, least)
             for name, key in (("out", "out"), ("q", "q"), (k, "k"), (v, "v")):
@@ -112,8 +105,8 @@ def title(what: str) -> str:
 
 
 def rounding_of(case: Case) -> tuple[torch.finfo, float]:
-    """The dtype's limits, and the rounding of scores' sums, which SDPA does in its own way: on a
-    CPU in 16 bits."""
+    """Return the dtype's limits and the rounding of the scores' sums, which SDPA does in 16 bits
+    on a CPU."""
     info = torch.finfo(DTYPES[case.dtype])
     return info, 2 * info.eps if case.route == "sdpa" else 2.0**-21
 
@@ -142,7 +135,7 @@ def check(case: Case, device: str) -> float:
     do = gradient_of(case, out)
     want = Expected(case, inputs, do, blocks)
     if blocks is not None:
-        check_choice(case, name, inputs, blocks, want)
+        check_choice(case, name, inputs, blocks)
     got = outcome(out, x, do)
     info, score_eps = rounding_of(case)
     worst, any_hit = 0.0, bool(want.hit.any())
@@ -174,7 +167,7 @@ def check(case: Case, device: str) -> float:
 
 
 def outcome(out: Tensor, x: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:
-    """out, and the gradients of those of x that need one."""
+    """Return out and the gradients of those of x that need one."""
     wanted = {n: t for n, t in x.items() if t.requires_grad}
     grads = torch.autograd.grad(out, list(wanted.values()), do) if wanted else ()
     return {"out": out.detach(), **dict(zip(wanted, grads, strict=True))}
@@ -211,33 +204,25 @@ def check_lse(name: str, lse: Tensor, want: Expected, score_eps: float) -> None:
         raise Wrong(f"{name}, lse: {lse[at]:.7g} at {list(at)}, right is {want.lse[at]:.7g}")
 
 
-def check_choice(
-    case: Case, name: str, inputs: Inputs, chosen: Tensor, want: Expected | None = None
-) -> float:
+def check_choice(case: Case, name: str, inputs: Inputs, chosen: Tensor) -> float:
     """Hold the chosen blocks of every sequence against the scores."""
-    start, g = 0 if case.packed else case.q_start, case.geometry
-    odd = {} if case.odd is None else {case.odd[0]: inputs.odd_rows()}
     left = torch.ones_like(chosen[..., 0], dtype=torch.bool)
-    for (_, one), (_, rows), (_, at) in zip(
-        inputs.each(inputs.clean), inputs.each({"blocks": chosen, "left": left}), inputs.each(odd),
-        strict=True,
-    ):  # fmt: skip
-        S = one["q"].shape[0]
-        free = torch.zeros(S, g.G, dtype=torch.bool, device=chosen.device)
+    every = inputs.clean, {"blocks": chosen, "left": left}, inputs.odd_rows()
+    for one, rows, at in inputs.each(*every):
+        free = torch.zeros_like(rows["blocks"][..., 0], dtype=torch.bool)
         for what in {"k_cmp", "v_cmp"} & set(at):  # a value tells by its key (marked_keys.py)
             if what == "k_cmp" or case.odd[2] != "huge":
-                seen = seen_keys(case, "cmp", S, one["k_cmp"].shape[0], start, one)
-                free |= (seen & at[what]).any(-1)
+                free |= (seen_keys(case, "cmp", one) & at[what]).any(-1)
         if "q" in at:
             free |= at["q"][:, None]
         rows["left"].fill_(False)
-        judge_choice(case, f"{name}, blocks", start, one, rows["blocks"], free)
+        judge_choice(case, f"{name}, blocks", one, rows["blocks"], free)
     if (chosen[left] != -1).any():
         raise Wrong(f"{name}, blocks: rows of no sequence have some")
     return 0.0
 
 
-# ---- decoding ------------------------------------------------------------------------------------
+BRANCHES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
 
 
 def check_decode(case: Case, device: str) -> float:
@@ -253,19 +238,18 @@ def check_decode(case: Case, device: str) -> float:
     B, max_step = len(case.lengths), max([1, *case.steps])
     room = max(case.lengths) + sum(s for s in case.steps if s > 0) + case.spare
 
+    def drawn(name: str, *shape: int) -> Tensor:
+        x = torch.randn(*shape, generator=draw, dtype=torch.float64).to(device, dtype)
+        return laid_out(x, case.layouts.get(name, "plain"))
+
     def tokens(batch: int, n: int) -> dict[str, Tensor]:
-        made = {}
-        for name in ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"):
-            width = g.Dk if name[0] == "k" else g.Dv
-            x = torch.randn(batch, n, g.G, width, generator=draw, dtype=torch.float64)
-            x = laid_out(x.to(device, dtype), case.layouts.get(name, "plain"))
-            made[name] = x
-        return made
+        width = {"k": g.Dk, "v": g.Dv}
+        return {name: drawn(name, batch, n, g.G, width[name[0]]) for name in BRANCHES}
 
     caches, history = [], []
     for n in case.lengths:
         cache = NSACache(config, 1, max(1, room), device=device, dtype=dtype, max_step=max_step)
-        for name in ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw"):
+        for name in (*BRANCHES, "k_raw", "v_raw"):
             getattr(cache, name).fill_(math.nan)
         first = tokens(1, n)
         if n:
@@ -286,10 +270,7 @@ def check_decode(case: Case, device: str) -> float:
         cache.append(BranchKV(**new), phi, phi)
         for b, one in enumerate(history):
             history[b] = {name: torch.cat([x, new[name][b]]) for name, x in one.items()}
-        make = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64).to(
-            device, dtype)  # fmt: skip
-        q = laid_out(make(B, T, g.G * g.h, g.Dk), case.layouts.get("q", "plain"))
-        gates = laid_out(make(B, T, g.G * g.h, 3), case.layouts.get("gates", "plain"))
+        q, gates = drawn("q", B, T, g.G * g.h, g.Dk), drawn("gates", B, T, g.G * g.h, 3)
         q, gates = (x.detach().requires_grad_(case.grad) for x in (q, gates))
         out, chosen = nsa_decode(
             q, cache, None, gates, backend=case.route, flags=FLAGS, softmax_scale=case.scale
@@ -318,10 +299,9 @@ def _judge_step(
                 raise Wrong(f"{name}: {m} is not what its raw tokens make")
             x[m] = made[None]
         x |= {"q": q[b : b + 1].detach(), "gates": gates[b : b + 1].detach()}
-        order = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
         last = replace(case, operation="attention", lengths=(T,), q_start=n - T, spare=0,
                        layouts={}, steps=())  # fmt: skip
-        alone = Inputs.of(last, {m: x[m] for m in order})
+        alone = Inputs.of(last, {m: x[m] for m in ("q", *BRANCHES, "gates")})
         want = Expected(alone.case, alone, do[b : b + 1], chosen[b : b + 1])
         check_choice(alone.case, name, alone, chosen[b : b + 1])
         for what, mine in zip(("out", "q", "gates"), (out.detach(), *grads), strict=False):

@@ -25,12 +25,10 @@ class Wrong(AssertionError):
     """A result that is not right."""
 
 
-# ---- what is right -------------------------------------------------------------------------------
-
-
-def seen_keys(case: Case, kind: str, S: int, N: int, start: int, one: dict[str, Tensor]) -> Tensor:
-    """Which of N keys each of S queries from position `start` on sees, by definition: [S, G, N]."""
-    g, device = case.geometry, one["q"].device
+def seen_keys(case: Case, kind: str, one: dict[str, Tensor]) -> Tensor:
+    """Return which keys of a kind each query of one sequence sees by definition: [S, G, N]."""
+    g, device, start = case.geometry, one["q"].device, case.first
+    S, N = one["q"].shape[0], one[f"k_{kind}"].shape[0]
     t = torch.arange(start, start + S, device=device)[:, None, None]
     key = torch.arange(N, device=device)
     if kind == "cmp":
@@ -77,8 +75,8 @@ def _products(
 def probabilities(
     q: Tensor, k: Tensor, seen: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(p [S, G, h, N], lse, the largest sum of magnitudes of a row's scores [S, G, h]) of
-    q [S, G, h, Dk] and k [N, G, Dk] in fp64."""
+    """Return p [S, G, h, N], lse, and the largest sum of magnitudes of a row's scores [S, G, h],
+    of q [S, G, h, Dk] and k [N, G, Dk] in fp64."""
     unseen = ~seen[:, :, None]
     scores = torch.einsum("sghd,ngd->sghn", q, k) * scale
     lse = torch.logsumexp(scores.masked_fill(unseen, -math.inf), -1)
@@ -90,8 +88,9 @@ def probabilities(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, do: Tensor, least: float = 0.0
 ) -> Part:
-    """q [S, HQ, Dk], k [N, G, Dk], v [N, G, Dv], seen [S, G, N], do [S, HQ, Dv]. least: what a
-    probability, or its gradient, loses when the dtype has no smaller numbers."""
+    """Compute attention of q [S, HQ, Dk], k [N, G, Dk], v [N, G, Dv], seen [S, G, N] and the
+    gradients of do [S, HQ, Dv]. least: what a probability, or its gradient, loses when the dtype
+    has no smaller numbers."""
     q, k, v, do = (x.double() for x in (q, k, v, do))
     q, do = (x.unflatten(1, (k.shape[1], -1)) for x in (q, do))
     p, lse, logits = probabilities(q, k, seen, scale)
@@ -106,7 +105,7 @@ def attend(
 
 
 def attend_in_dtype(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """PyTorch's attention in the tensors' own dtype."""
+    """Compute PyTorch's attention in the tensors' own dtype."""
     h = q.shape[1] // k.shape[1]
     mask = seen.transpose(0, 1).repeat_interleave(h, 0)
     none = ~mask.any(-1, keepdim=True)
@@ -118,9 +117,6 @@ def attend_in_dtype(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float)
             of(q, 1), of(k, h), of(v, h), attn_mask=(mask | none)[None], scale=scale
         )
     return out[0].masked_fill(none, 0).transpose(0, 1)
-
-
-# ---- the judgement -------------------------------------------------------------------------------
 
 
 def judge(
@@ -174,15 +170,15 @@ def judge(
 
 
 def judge_choice(
-    case: Case, name: str, start: int, one: dict[str, Tensor], chosen: Tensor, free: Tensor
+    case: Case, name: str, one: dict[str, Tensor], chosen: Tensor, free: Tensor
 ) -> None:
-    """Raise Wrong unless the blocks [S, G, n] of queries from `start` on are the forced ones and
-    the best by their scores in fp64, but for ties and rounding. free [S, G]: rows whose scores are
-    not numbers."""
+    """Raise Wrong unless the blocks [S, G, n] of a sequence's queries are the forced ones and the
+    best by their scores in fp64, but for ties and rounding. free [S, G]: rows whose scores are not
+    numbers."""
     g, (S, G, _) = case.geometry, chosen.shape
     if not S:
         return
-    own = torch.arange(start, start + S, device=chosen.device)[:, None] // g.l_sel
+    own = torch.arange(case.first, case.first + S, device=chosen.device)[:, None] // g.l_sel
     blocks = int(own.max()) + 1
     count = (chosen >= 0).sum(-1)
     whole = (count == (own + 1).clamp(max=g.n_sel)) & (chosen.amax(-1) <= own)
@@ -197,8 +193,7 @@ def judge_choice(
     if (forced & ~picked).any():
         at = (forced & ~picked).nonzero()[0].tolist()
         raise Wrong(f"{name}: (query, group, block) {at} must be among the chosen")
-    k = one["k_cmp"]
-    seen = seen_keys(case, "cmp", S, k.shape[0], start, one)
+    k, seen = one["k_cmp"], seen_keys(case, "cmp", one)
     scale = 1 / math.sqrt(g.Dk) if case.scale is None else case.scale
     p, _, logits = probabilities(one["q"].double().unflatten(1, (G, -1)), k.double(), seen, scale)
     first = torch.arange(k.shape[0], device=k.device)[:, None] * g.d

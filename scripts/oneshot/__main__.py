@@ -48,15 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     return importlib.import_module(VERBS[argv[0]]).main(argv[1:])
 
 
-def _main() -> int:
-    try:
-        return main()
-    except SystemExit as error:  # of argparse
-        return error.code if isinstance(error.code, int) else 2
-
-
 if __name__ == "__main__":
     streams.open_standard_streams()
     if sys.argv[1:2] == ["run"]:
-        streams.leave(_main())
+        streams.leave_by(main)
     raise SystemExit(main())

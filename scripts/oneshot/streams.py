@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 
 def open_standard_streams() -> None:
-    """Put /dev/null where a standard stream is closed: the next file that is opened would take its
-    number, and what a child prints would land in it. No character of a name raises from now on."""
+    """Put /dev/null where a standard stream is closed: else the next file that is opened takes its
+    number, and what a child prints lands in it. Characters that cannot be encoded are escaped."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -30,7 +31,7 @@ def open_standard_streams() -> None:
 
 
 def say(text: str) -> None:
-    """A line to stderr, if anybody can hear it."""
+    """Print a line to stderr, if that can be written."""
     with suppress(OSError, ValueError, AttributeError):
         print(text, file=sys.stderr, flush=True)
 
@@ -44,8 +45,17 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
+def leave_by(main: Callable[[], int]) -> None:
+    """Call main() and leave() with its code, or with that of an exit of argparse."""
+    try:
+        code = main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 2
+    leave(code)
+
+
 def last_answer(text: str) -> dict | None:
-    """The last line that is an object of JSON: an exit hook may have printed after it."""
+    """Return the last line that is an object of JSON: an exit hook may have printed after it."""
     for line in reversed(text.splitlines()):
         with suppress(ValueError):
             answer = json.loads(line)

@@ -33,12 +33,9 @@ class Card:
     problem: str | None = None
 
 
-# ------------------------------------------------------------------------------------ choosing
-
-
 def query_each() -> list[dict[str, Any]]:
-    """What nvidia-smi says of every card, asked one by one: one that is lost spoils the answer for
-    all. A card that does not answer is {"problem": why}. Raises ProbeFailed when none does."""
+    """Ask nvidia-smi about every card, one by one: one that is lost spoils the answer for all.
+    A card that does not answer is {"problem": why}. Raises ProbeFailed when none does."""
     out: list[dict[str, Any]] = []
     for index in range(MOST):
         try:
@@ -65,7 +62,7 @@ def _card(index: int, gpu: Mapping[str, Any]) -> Card:
 
 
 def select(text: str, gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> list[Card]:
-    """The cards of --gpus: "all" (those of CUDA_VISIBLE_DEVICES where it is set) or their numbers.
+    """Return the cards of --gpus: "all" (of CUDA_VISIBLE_DEVICES where it is set) or numbers.
 
     gpus: one dict per card from nvidia-smi. Raises ValueError for a card that is not there.
     """
@@ -79,16 +76,14 @@ def select(text: str, gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, s
     for name in (n.strip() for n in names.split(",")):
         match = [known[i] for i in box.gpus_named(name, gpus)]
         if len(match) != 1 or match[0] in out:
-            raise ValueError(
-                f"--gpus must be all or numbers of nvidia-smi from 0 to {len(known) - 1}, each "
-                f"once, got {name!r}"
-            )
+            what = f"all or numbers of nvidia-smi from 0 to {len(known) - 1}, each once"
+            raise ValueError(f"--gpus must be {what}, got {name!r}")
         out += match
     return out
 
 
 def visible(cards: Sequence[Card]) -> dict[str, str]:
-    """The variables under which a process sees exactly these cards."""
+    """Return the variables under which a process sees exactly these cards."""
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(str(c.index) for c in cards),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -99,16 +94,13 @@ def good(cards: Sequence[Card]) -> list[Card]:
     return [c for c in cards if c.problem is None]
 
 
-# -------------------------------------------------------------------------------------- stages
-
-
 def _on(stage: Stage, cards: Sequence[Card], **changes: Any) -> Stage:
     env = {**stage.env, **visible(cards)}
     return replace(stage, env=env, gpus=tuple(c.index for c in cards), **changes)
 
 
 def _own(stage: Stage, card: Card) -> Stage:
-    """The stage on another card, under another name and log."""
+    """Return the stage on another card, under another name and log."""
     log = PurePath(stage.log_path)
     more = ("--gpu", str(card.index)) if stage.id == "health" else ()
     return _on(
@@ -120,7 +112,7 @@ def _own(stage: Stage, card: Card) -> Stage:
 
 
 def _together(cards: Sequence[Card], profile: str) -> list[Stage]:
-    """NCCL over all cards, and context parallelism over two and over all."""
+    """Return the stages of NCCL over all cards and of context parallelism over two and all."""
     count, env = len(cards), {"NCCL_NVLS_ENABLE": "0"}
     on_triton = {**env, "NSA_USE_TRITON_SEL": "1"}
     lengths = {"quick": (32768,), "standard": (65536,)}.get(profile, (65536, 262144))
@@ -140,7 +132,7 @@ def _together(cards: Sequence[Card], profile: str) -> list[Stage]:
 
 
 def expand(stages: Sequence[Stage], cards: Sequence[Card], profile: str) -> list[Stage]:
-    """The stages of a run on these cards; unchanged with fewer than two of them."""
+    """Return the stages of a run on these cards; unchanged with fewer than two of them."""
     if len(cards) < 2:
         return list(stages)
     usable = good(cards) or list(cards)
@@ -156,30 +148,22 @@ def expand(stages: Sequence[Stage], cards: Sequence[Card], profile: str) -> list
 
 
 def names(indices: Sequence[int]) -> str:
-    """GPU 2, or GPUs 0, 1."""
+    """Return "GPU 2", or "GPUs 0, 1"."""
     return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
 
 
-# -------------------------------------------------------------------------------------- report
-
-
 def _health_of(data: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """The health row of one card; the run's own is the first card's."""
+    """Return the health row of one card; the run's own is the first card's."""
     health = data["health"] or {}
     others = health.get("gpus") if isinstance(health.get("gpus"), dict) else {}
-    row = others.get(str(index))
-    if row is None and index == _first(data):
-        row = {k: v for k, v in health.items() if k != "gpus"}
+    # The stages that have no number in their name are the first card's.
+    first = next((s["gpus"][0] for s in data["stages"] if len(s.get("gpus") or ()) == 1), None)
+    row = others.get(str(index), health if index == first else None)
     return row if isinstance(row, dict) else {}
 
 
-def _first(data: Mapping[str, Any]) -> int | None:
-    """The card of the stages that have no number in their name."""
-    return next((s["gpus"][0] for s in data["stages"] if len(s.get("gpus") or ()) == 1), None)
-
-
 def section(data: Mapping[str, Any], parity: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """One row per card; empty for a run on one card."""
+    """Return one row per card; none for a run on one card."""
     mine: dict[int, list[Mapping[str, Any]]] = {}
     for stage in data["stages"]:
         indices = stage.get("gpus") or ()
@@ -196,22 +180,23 @@ def section(data: Mapping[str, Any], parity: Sequence[Mapping[str, Any]]) -> lis
         bad = [f"{s['id']} {s['status']}: {s['reason']}" for s in stages if s["status"] != "PASS"]
         why = health.get("why") if isinstance(health.get("why"), list) else []
         bad += [f"health: {text}" for text in why]
-        share = lambda key, health=health: f" ({pct(health[key])})" if is_number(
-            health.get(key)) else ""  # fmt: skip
         out.append({
             "gpu": str(index), "name": cell(health.get("device") or "-", 60),
-            "bandwidth": f"{num(health.get('copy_gbs'))}{share('copy_frac')}",
-            "matmul": f"{num(health.get('gemm_bf16_tflops'))}{share('gemm_frac')}",
+            "bandwidth": _of_peak(health, "copy_gbs", "copy_frac"),
+            "matmul": _of_peak(health, "gemm_bf16_tflops", "gemm_frac"),
             "parity": f"{sum(r['status'] == 'PASS' for r in rows)}/{len(rows)}",
             "verdict": cell("; ".join(bad), 400) if bad else GOOD,
         })  # fmt: skip
     return out
 
 
+def _of_peak(health: Mapping[str, Any], rate: str, share: str) -> str:
+    """Return a rate as text, with its share of the card's peak where that is known."""
+    known = is_number(health.get(share))
+    return num(health.get(rate)) + (f" ({pct(health[share])})" if known else "")
+
+
 def warnings(data: Mapping[str, Any]) -> list[str]:
-    """What stands against single cards, for the top of the report."""
-    out = []
-    for row in section(data, []):
-        if row["verdict"] != GOOD:
-            out.append(f"GPU {row['gpu']} is not good: {row['verdict']}")
-    return out
+    """Return what stands against single cards, for the top of the report."""
+    bad = [row for row in section(data, []) if row["verdict"] != GOOD]
+    return [f"GPU {row['gpu']} is not good: {row['verdict']}" for row in bad]

@@ -22,10 +22,14 @@ _LOADED = tuple(".py .pyc .so .pth .ini .cfg .toml .yaml .j2 .cu .cuh .h".split(
 # Of a diff: content as it is, whatever a user's settings would show.
 _DIFF = ("diff", "HEAD", "--no-ext-diff")
 HIDDEN_SHOWN = 20
+_FACTS = (
+    "commit short head branch dirty diff_sha256 diffstat untracked remote source source_sha256 "
+    "hidden"
+).split()
 
 
 class Git:
-    """Questions to git about the sources in `root`. Raise ProbeFailed."""
+    """Asks git about the sources in `root`. Raises ProbeFailed."""
 
     def __init__(self, root: Path, timeout_s: float) -> None:
         self.root, self.timeout_s = root, timeout_s
@@ -34,22 +38,18 @@ class Git:
 
     def __call__(self, *args: str, **variables: str) -> str:
         safe = ["git", "-c", f"safe.directory={self.root}", "-C", str(self.root)]
-        return command(
-            [*safe, "--no-optional-locks", *args],
-            self.timeout_s,
-            errors="surrogateescape",
-            env={**self._environ, **variables},
-        )
+        how = {"errors": "surrogateescape", "env": {**self._environ, **variables}}
+        return command([*safe, "--no-optional-locks", *args], self.timeout_s, **how)
 
     def names(self, *args: str, **variables: str) -> list[str]:
-        """The names of files among the sources that a question answers."""
+        """Return the names of files among the sources that a question answers."""
         where = [*SOURCES, *(f":(glob){name}" for name in _IMPORTABLE)]
         found = self(*args, "-z", "--", *where, **variables).encode("utf-8", "surrogateescape")
         return [os.fsdecode(name) for name in found.split(b"\0") if name]
 
 
 def _changed_unseen(git: Git) -> list[str]:
-    """Changed sources that are marked assume-unchanged or skip-worktree."""
+    """Return changed sources that are marked assume-unchanged or skip-worktree."""
     marks = (line[0] for line in git("ls-files", "-v").splitlines())
     if not any(mark.islower() or mark == "S" for mark in marks):
         return []
@@ -61,7 +61,7 @@ def _changed_unseen(git: Git) -> list[str]:
 
 
 def _changes(git: Git, out: Path | None) -> dict[str, Any]:
-    """How the sources differ from the commit, also where git was told not to look."""
+    """Return how the sources differ from the commit, also where git was told not to look."""
     root = git.root
     diff = git(*_DIFF, "--binary")
     unseen = _changed_unseen(git)
@@ -89,7 +89,7 @@ def _changes(git: Git, out: Path | None) -> dict[str, Any]:
 def git_facts(
     root: Path, commit: str | None = None, out: Path | None = None, timeout_s: float = 20.0
 ) -> dict[str, Any]:
-    """Which sources these are. `commit` (from --commit or NSA_COMMIT) wins over the repository.
+    """Say which sources these are. `commit` (from --commit or NSA_COMMIT) wins over the repository.
 
     Where it is not the commit that git has checked out, `head` is that one, and whether the sources
     are clean is unknown: a copied tree may carry another .git along. Where git cannot tell that,
@@ -97,12 +97,7 @@ def git_facts(
     is `nogit-<that hash>`. What runs wrote into `out` is no source. timeout_s: of each question to
     git. Files whose changes git was told not to see are looked at all the same.
     """
-    facts: dict[str, Any] = {
-        "commit": None, "short": None, "head": None, "branch": None, "dirty": None,
-        "diff_sha256": None, "diffstat": None, "untracked": None, "remote": None, "source": "git",
-        "source_sha256": None, "hidden": None,
-    }  # fmt: skip
-
+    facts: dict[str, Any] = {**dict.fromkeys(_FACTS), "source": "git"}
     git = Git(root, timeout_s)
     try:
         top = git("rev-parse", "--show-toplevel").strip()
@@ -159,7 +154,7 @@ def _is_output(path: Path, out: Path | None) -> bool:
 
 
 def plain_remote(url: str) -> str:
-    """Host and path of a remote, nothing else."""
+    """Return host and path of a remote, nothing else."""
     url = re.sub(r"^[a-z][a-z0-9+.-]*://", "", url)
     url = re.sub(r"^[^/@]*@", "", url)
     url = re.sub(r"^([^/:]+):(?:\d+/)?", r"\1/", url)
@@ -167,7 +162,7 @@ def plain_remote(url: str) -> str:
 
 
 def _head_without_git(root: Path) -> str | None:
-    """The commit of .git/HEAD, for a box that has the repository but no git."""
+    """Return the commit of .git/HEAD, for a box that has the repository but no git."""
     with suppress(OSError):
         folder = root / ".git"
         if folder.is_file():  # of a worktree: the folder is named inside
@@ -187,7 +182,7 @@ def _head_without_git(root: Path) -> str | None:
 
 
 def source_hash(root: Path, out: Path | None = None) -> str:
-    """sha256 over names and contents of the sources, without what runs wrote into `out`."""
+    """Hash names and contents of the sources, without what runs wrote into `out`."""
     digest = hashlib.sha256()
     paths = {path for folder in SOURCES for path in (root / folder).rglob("*")}
     for path in sorted(paths.union(*(root.glob(name) for name in _IMPORTABLE))):

@@ -69,14 +69,11 @@ def _number(text: str | None) -> tuple[int, ...]:
 
 
 def _old(name: str, version: str, least: str) -> Said | None:
-    """A WARN for a version below the least that this was ever tested with."""
+    """Warn of a version below the least that was tested."""
     if _number(version) >= _number(least):
         return None
     text = f"{name} {version} is older than {least}: kernels may not compile, or be wrong"
     return WARN, text, f"install torch {LEAST_TORCH} or later; it names its triton"
-
-
-# ---------------------------------------------------------------------------------- software
 
 
 def python(b: Box) -> Said:
@@ -147,7 +144,7 @@ def packages(b: Box) -> Said:
 
 
 def compiler(b: Box) -> Said:
-    """Triton builds its launcher with a C compiler and Python.h at the first launch."""
+    """Look for what Triton builds its launcher with at the first launch."""
     if not (os.environ.get("CC") or any(shutil.which(c) for c in ("gcc", "clang", "cc"))):
         text = "no C compiler: Triton cannot build its launcher"
         return BLOCK, text, "apt-get install gcc, or set CC"
@@ -158,7 +155,7 @@ def compiler(b: Box) -> Said:
 
 
 def flags(b: Box) -> Said:
-    """NSA_* variables of the caller: a typing error in one would be measured as something else."""
+    """Check NSA_* variables: a typing error in one would be measured as something else."""
     from nsa.flags import Flags, unknown_names
 
     mine = {k: v for k, v in b.environ.items() if k != "NSA_COMMIT"}
@@ -196,7 +193,7 @@ def git(b: Box) -> Said:
 
 
 def startup(b: Box) -> Said | None:
-    """Code that Python runs before ours, or finds in its place."""
+    """Look for code that Python runs before ours, or finds in its place."""
     paths = b.environ.get("PYTHONPATH", "").split(os.pathsep)
     said = [f"PYTHONPATH has {p}" for p in paths if p and f"{os.sep}.deps{os.sep}" not in p]
     said += [f"{name} is set" for name in ("PYTHONSTARTUP", "PYTHONHOME") if b.environ.get(name)]
@@ -205,9 +202,6 @@ def startup(b: Box) -> Said | None:
         return None
     text = "not only the sources decide what runs: " + "; ".join(said)
     return WARN, text, "unset or remove it where you do not mean it"
-
-
-# ---------------------------------------------------------------------------------- the host
 
 
 def writable(b: Box) -> Said:
@@ -244,7 +238,7 @@ def space(b: Box) -> Said:
 
 def memory(b: Box) -> Said | None:
     limit = box._cgroup("memory.max", "memory/memory.limit_in_bytes")
-    total = box._memory_mib()
+    total = box.memory_mib()
     if limit and limit.isdigit():
         total = min(total or 1 << 40, int(limit) // 2**20)
     if total is None:
@@ -254,7 +248,7 @@ def memory(b: Box) -> Said | None:
 
 
 def cpus(b: Box) -> Said:
-    """Cores that this process may use: by affinity and by the cgroup's quota."""
+    """Count the cores that this process may use, by affinity and by the cgroup's quota."""
     cores = float(usable_cores())
     quota = (box._cgroup("cpu.max", "cpu/cpu.cfs_quota_us") or "max").split()
     if quota[0].isdigit():  # "max" and -1 are no limit; version 1 has its usual period
@@ -271,9 +265,6 @@ def clock(b: Box) -> Said:
     return OK, "the clock is plausible"
 
 
-# ---------------------------------------------------------------------------------- the GPU
-
-
 def driver(b: Box) -> Said:
     name = b.device.get("name")
     if b.device.get("driver"):
@@ -287,7 +278,7 @@ def driver(b: Box) -> Said:
 
 
 def gpu(b: Box) -> Said | None:
-    """Which GPU the run speaks of; the driver's own check speaks where none answers."""
+    """Name the GPU that the run speaks of; driver() says why none answers."""
     name = b.device.get("name")
     if b.gpu:
         return (OK, f"{name}, SM {b.device.get('sm') or '?'}") if name else None
@@ -298,7 +289,7 @@ def gpu(b: Box) -> Said | None:
 
 
 def cuda(b: Box) -> Said | None:
-    """The driver's CUDA against torch's: within a major version an older driver serves too."""
+    """Compare the driver's CUDA with torch's: an older one of the same major version serves too."""
     build, driver = b.torch.get("cuda_build"), b.torch.get("cuda_driver")
     if not build or not driver:
         return None
@@ -326,7 +317,7 @@ def arch(b: Box) -> Said | None:
 
 
 def shm(b: Box) -> Said | None:
-    """Docker gives 64 MiB, which NCCL between several GPUs outgrows."""
+    """Check /dev/shm: Docker gives 64 MiB, which NCCL between several GPUs outgrows."""
     free, wanted = box.free_mib(Path("/dev/shm")), 32 * max(1, b.device.get("count") or 1)
     if free is None or free >= wanted:
         return None
@@ -386,7 +377,7 @@ OF_A_GPU = "driver compiler cuda arch shm power quiet pcie mig flash-attn".split
 
 
 def examine(b: Box) -> list[Check]:
-    """Every check that applies; a check that fails itself is a WARN."""
+    """Run every check that applies; a check that fails itself is a WARN."""
     notes = (b.setup or {}).get("problems", [])
     checks = [Check("setup", WARN, str(note), "see the lines above the run") for note in notes]
     for name, check in CHECKS.items():

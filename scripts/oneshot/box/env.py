@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from scripts.oneshot.box.processes import usable_cores
 from scripts.oneshot.record.journal import dumps, utc_now
 from scripts.oneshot.record.redact import ALLOWED_VARIABLES, SECRET_NAME
 from scripts.oneshot.streams import last_answer
@@ -39,7 +40,7 @@ class ProbeFailed(Exception):
 
 
 def guarded(probe: Callable[[], Any]) -> Any:
-    """What `probe()` returns, or the text "<probe failed: ...>"."""
+    """Return what `probe()` returns, or the text "<probe failed: ...>"."""
     try:
         return probe()
     except Exception as error:  # whatever a broken box throws is the answer
@@ -47,7 +48,7 @@ def guarded(probe: Callable[[], Any]) -> Any:
 
 
 def command(argv: list[str], timeout_s: float = 10.0, **kwargs: Any) -> str:
-    """stdout of a command; ProbeFailed with the reason when it is missing, slow or fails."""
+    """Return stdout of a command. Raises ProbeFailed when it is missing, is slow or fails."""
     name = os.path.basename(argv[0])
     try:
         child = subprocess.Popen(
@@ -85,20 +86,16 @@ def abort() -> None:
             child.kill()
 
 
-# ---------------------------------------------------------------------------------- hardware
-
-
 def nvidia_hardware() -> str | None:
-    """How we know of NVIDIA hardware, or None. Asks no driver, so it cannot hang."""
+    """Return how we know of NVIDIA hardware, or None. Asks no driver, so it cannot hang."""
     if any(Path("/proc/driver/nvidia/gpus").glob("*")):
         return "the kernel driver lists a GPU"
     if any(re.fullmatch(r"nvidia\d+", p.name) for p in Path("/dev").glob("nvidia*")):
         return "/dev/nvidia* is there"
     for device in Path("/sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
-            if (device / "vendor").read_text().strip() == "0x10de" and (
-                device / "class"
-            ).read_text().startswith("0x03"):
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+            if vendor == "0x10de" and kind.startswith("0x03"):
                 return "an NVIDIA GPU is on the PCI bus"
     if Path("/dev/dxg").exists() and shutil.which("nvidia-smi"):
         return "WSL with nvidia-smi"
@@ -111,13 +108,13 @@ def _cell(text: str) -> Any:
         return None
     if re.fullmatch(r"-?\d+", text):
         return int(text)
-    if re.fullmatch(r"-?\d+\.\d+", text) and text.count(".") == 1:
+    if re.fullmatch(r"-?\d+\.\d+", text):
         return float(text)
     return text
 
 
 def smi_query(timeout_s: float = 10.0, index: int | None = None) -> list[dict[str, Any]]:
-    """One dict per GPU from nvidia-smi, or of GPU `index` alone. Raises ProbeFailed."""
+    """Return one dict per GPU from nvidia-smi, or of GPU `index` alone. Raises ProbeFailed."""
     names = list(_SMI_FIELDS)
     query = f"--query-gpu={','.join(_SMI_FIELDS.values())}"
     which = [] if index is None else ["-i", str(index)]
@@ -126,16 +123,15 @@ def smi_query(timeout_s: float = 10.0, index: int | None = None) -> list[dict[st
     for cells in csv.reader(io.StringIO(text)):
         if len(cells) == len(names):
             gpu = dict(zip(names, (_cell(c) for c in cells), strict=True))
-            gpu["sm"] = None if gpu["sm"] is None else str(gpu["sm"])
-            gpu["driver"] = None if gpu["driver"] is None else str(gpu["driver"])
-            gpus.append(gpu)
+            versions = {n: str(gpu[n]) for n in ("sm", "driver") if gpu[n] is not None}
+            gpus.append({**gpu, **versions})
     if not gpus:
         raise ProbeFailed("nvidia-smi names no GPU")
     return gpus
 
 
 def smi_or_why(hardware: str | None) -> list[dict[str, Any]] | str:
-    """What smi_query() gives, or why there is nothing. hardware: of nvidia_hardware()."""
+    """Return what smi_query() gives, or why it gives none. hardware: of nvidia_hardware()."""
     try:
         return smi_query()
     except ProbeFailed as error:
@@ -143,8 +139,8 @@ def smi_or_why(hardware: str | None) -> list[dict[str, Any]] | str:
 
 
 def gpus_named(name: str, gpus: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Which of nvidia-smi's GPUs a name in CUDA_VISIBLE_DEVICES means: a number, or how a UUID
-    begins; also the older name of a slice, MIG-GPU-<UUID of its card>/<instance>/<instance>."""
+    """Return which of nvidia-smi's GPUs a name in CUDA_VISIBLE_DEVICES means: a number, or how a
+    UUID begins; also the older name of a slice, MIG-GPU-<UUID of its card>/<instance>/<...>."""
     if name.isdecimal():
         return [int(name)] if int(name) < len(gpus) else []
     name = name.removeprefix("MIG-").split("/")[0]
@@ -153,7 +149,7 @@ def gpus_named(name: str, gpus: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def visible_gpu(gpus: Sequence[dict[str, Any]], environ: Mapping[str, str]) -> dict[str, Any]:
-    """The one of nvidia-smi's GPUs that a process of this environment sees first.
+    """Return the one of nvidia-smi's GPUs that a process of this environment sees first.
 
     Of a slice (MIG) only what is known of it: its own UUID, and what it shares with its card. Of a
     name that nvidia-smi does not explain nothing is known but the driver.
@@ -171,7 +167,7 @@ def visible_gpu(gpus: Sequence[dict[str, Any]], environ: Mapping[str, str]) -> d
 
 
 def _card_of_slice(name: str, gpus: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The card under whose line `nvidia-smi -L` lists the slice."""
+    """Return the card under whose line `nvidia-smi -L` lists the slice."""
     with suppress(ProbeFailed):
         card = None
         for line in command(["nvidia-smi", "-L"]).splitlines():
@@ -184,7 +180,7 @@ def _card_of_slice(name: str, gpus: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def device_facts(gpus: list[dict[str, Any]] | str, torch: Mapping[str, Any]) -> dict[str, Any]:
-    """The bundle's `device`: the first visible GPU, by nvidia-smi and by torch."""
+    """Return the bundle's `device`: the first visible GPU, by nvidia-smi and by torch."""
     seen = torch.get("device") or {}
     if isinstance(gpus, str) and not seen:
         return {"name": None, "reason": gpus}
@@ -211,12 +207,11 @@ def device_facts(gpus: list[dict[str, Any]] | str, torch: Mapping[str, Any]) -> 
     }
 
 
-def torch_facts(python: str, root: Path, timeout_s: float = 120.0) -> dict[str, Any]:
-    """What the chosen interpreter's torch says of itself, asked in a child."""
+def torch_facts(python: str, root: Path) -> dict[str, Any]:
+    """Ask the chosen interpreter's torch about itself, in a child."""
+    probe = str(root / "scripts/oneshot/box/probe_torch.py")
     try:
-        text = command(
-            [python, str(root / "scripts/oneshot/box/probe_torch.py")], timeout_s, cwd=root
-        )
+        text = command([python, probe], 120.0, cwd=root)
     except ProbeFailed as error:
         return {"torch_error": f"the probe gave no answer: {error}"}
     return last_answer(text) or {"torch_error": "the probe gave no answer"}
@@ -243,14 +238,14 @@ def _os_name() -> str:
     return platform.platform()
 
 
-def _memory_mib() -> int | None:
+def memory_mib() -> int | None:
     with suppress(OSError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
     return None
 
 
 def triton_cache() -> Path | None:
-    """Where Triton keeps what it compiled; None for a user without a home."""
+    """Return where Triton keeps what it compiled; None for a user without a home."""
     if given := os.environ.get("TRITON_CACHE_DIR"):
         return Path(given)
     home = os.path.expanduser("~")
@@ -258,7 +253,7 @@ def triton_cache() -> Path | None:
 
 
 def settle_triton_cache(out: Path) -> None:
-    """Let kernels be kept below `out` where the user has no home of his own that can be written."""
+    """Keep kernels below `out` where the user has no home that can be written."""
     cache = triton_cache()
     try:
         if cache is not None:
@@ -271,7 +266,7 @@ def settle_triton_cache(out: Path) -> None:
 
 
 def free_mib(path: Path | None) -> int | None:
-    """Free space where `path` is or would be."""
+    """Return the free space where `path` is or would be."""
     if path is None:
         return None
     while not path.exists() and path != path.parent:
@@ -282,15 +277,14 @@ def free_mib(path: Path | None) -> int | None:
 
 
 def system_facts(out: Path) -> dict[str, Any]:
-    affinity = getattr(os, "sched_getaffinity", None)
     return {
         "os": guarded(_os_name),
         "kernel": platform.release(),
         "cpu": guarded(_cpu_model),
         "cores": os.cpu_count(),
-        "cores_usable": guarded(lambda: len(affinity(0))) if affinity else None,
+        "cores_usable": usable_cores(),
         "cgroup_cpu": _cgroup("cpu.max", "cpu/cpu.cfs_quota_us"),
-        "memory_mib": _memory_mib(),
+        "memory_mib": memory_mib(),
         "cgroup_memory": _cgroup("memory.max", "memory/memory.limit_in_bytes"),
         "container": Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
         "shm_free_mib": free_mib(Path("/dev/shm")),
@@ -305,7 +299,7 @@ def fingerprint(
     device: Mapping[str, Any], torch: Mapping[str, Any], environ: Mapping[str, str],
     gpus: Sequence[Mapping[str, Any]] = (), cpu: str | None = None,
 ) -> str:  # fmt: skip
-    """Equal only where times and results may be taken over from an earlier run: on this very box
+    """Hash what must be equal where times and results of an earlier run are taken over: this box
     (`gpus` of nvidia-smi, the model of its `cpu`), with the same software and variables."""
     flags = {
         k: v for k, v in environ.items()
@@ -326,15 +320,13 @@ def collect(
     root: Path, out: Path, python: str, variables: Mapping[str, str],
     smi: list[dict[str, Any]] | str, setup: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """(env sections, device, raw torch facts); nothing here is redacted yet but `variables`.
+    """Return (env sections, device, raw torch facts); only `variables` is redacted yet.
 
     `smi` is what smi_query() gave, or the text of its failure.
     """
     torch = torch_facts(python, root)
-    hardware = guarded(nvidia_hardware)
-    smi_text = None if isinstance(smi, str) else guarded(lambda: command(["nvidia-smi"]))
-    device = device_facts(smi, torch)
-    device["hardware"] = hardware
+    smi_text = smi if isinstance(smi, str) else guarded(lambda: command(["nvidia-smi"]))
+    device = {**device_facts(smi, torch), "hardware": guarded(nvidia_hardware)}
     packages = {name: v or "not installed" for name, v in (torch.get("packages") or {}).items()}
     env = {
         "python": {
@@ -350,13 +342,13 @@ def collect(
         "packages": packages,
         "variables": dict(variables),
         "setup": dict(setup),
-        "nvidia_smi": {"text": smi_text if smi_text else smi if isinstance(smi, str) else None},
+        "nvidia_smi": {"text": smi_text or None},
     }
     return env, device, torch
 
 
 def as_text(env: Mapping[str, Any]) -> str:
-    """env.json for human eyes."""
+    """Return env.json as text for human eyes."""
     lines = []
     for section, values in env.items():
         lines.append(f"[{section}]")

@@ -26,7 +26,7 @@ def _version(name: str) -> str | None:
 
 
 def _triton() -> str | None:
-    """Version of the Triton that `import triton` gives, whatever its distribution is called."""
+    """Return the version of what `import triton` gives, whatever its distribution is called."""
     if importlib.util.find_spec("triton") is None:
         return None
     if version := _version("triton") or _version("pytorch-triton"):
@@ -40,7 +40,7 @@ def _triton() -> str | None:
 
 
 def _cuda_driver() -> str | None:
-    """The newest CUDA that the driver serves, such as 13.0; None without a driver."""
+    """Return the newest CUDA that the driver serves, such as 13.0; None without a driver."""
     number = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) != 0:
@@ -51,7 +51,7 @@ def _cuda_driver() -> str | None:
 
 
 def _flash_attn() -> str:
-    """Version of flash-attn, or why its import fails, in one of four classes."""
+    """Return the version of flash-attn, or why its import fails, in one of four classes."""
     try:
         import flash_attn
 
@@ -71,7 +71,7 @@ def _flash_attn() -> str:
 
 
 def _startup() -> list[str]:
-    """Files that this interpreter ran before the first line of a program, but for its own."""
+    """Return files that this interpreter ran before the program, but for its own."""
     out = []
     for name in ("sitecustomize", "usercustomize"):
         spec = importlib.util.find_spec(name)

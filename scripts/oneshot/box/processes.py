@@ -17,24 +17,24 @@ TAG = "ONESHOT_TAG"  # environment variable that a stage and all its descendants
 
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """In a child before exec: end when the parent is killed, instead of holding the GPU."""
+    """Let this child end when its parent is killed, instead of holding the GPU."""
     if _LIBC is not None:
-        pr_set_pdeathsig = 1
-        _LIBC.prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+        _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, whatever a cgroup's quota leaves of their time."""
+    """Count the cores that this process may run on, whatever time a cgroup leaves it there."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _stat(pid: int) -> tuple[int, str] | None:
-    """(parent pid, start time) of a live process; None for one that is gone or a zombie."""
+    """Return (parent pid, start time) of a process; None for one that is gone or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -44,7 +44,7 @@ def _stat(pid: int) -> tuple[int, str] | None:
 
 
 def is_running(pid: int) -> bool:
-    """False for a process that has ended, whether anybody waited for it or not."""
+    """Return False for a process that has ended, whether anybody waited for it or not."""
     return _stat(pid) is not None
 
 
@@ -75,47 +75,43 @@ class Family:
         self._tag = f"{TAG}={tag}".encode()
         self._known: dict[int, str] = {}
 
-    def look(self) -> None:
-        parents: dict[int, list[int]] = {}
-        started: dict[int, str] = {}
-        for name in os.listdir("/proc"):
-            if name.isdigit() and (stat := _stat(int(name))):
-                parents.setdefault(stat[0], []).append(int(name))
-                started[int(name)] = stat[1]
+    def look(self) -> dict[int, tuple[int, str]]:
+        """Remember the family's processes. Returns what _stat() says of all that run, by pid."""
+        running = {}
+        children: dict[int, list[int]] = {}
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+            if stat := _stat(pid):
+                running[pid] = stat
+                children.setdefault(stat[0], []).append(pid)
         queue = [self.leader, *self._known]
         while queue:
-            for child in parents.get(queue.pop(), ()):
+            for child in children.get(queue.pop(), ()):
                 if child not in self._known:
-                    self._known[child] = started[child]
+                    self._known[child] = running[child][1]
                     queue.append(child)
+        return running
 
     def survivors(self) -> list[int]:
-        """Pids of the family that still live, without the leader."""
-        self.look()
-        alive = set()
-        for name in os.listdir("/proc"):
-            if not name.isdigit():
-                continue
-            pid = int(name)
-            stat = None if pid in (self.leader, os.getpid()) else _stat(pid)
-            if stat is None:
-                continue
-            if self._known.get(pid) == stat[1]:
-                alive.add(pid)
+        """Return the pids of the family that still live, without the leader."""
+        alive = []
+        for pid, (_, started) in self.look().items():
+            if pid in (self.leader, os.getpid()):
                 continue
             with suppress(OSError):
-                if os.getpgid(pid) == self.leader:
-                    alive.add(pid)
-                elif self._tag in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    alive.add(pid)
-        return sorted(alive)
+                if (
+                    self._known.get(pid) == started
+                    or os.getpgid(pid) == self.leader
+                    or self._tag in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ):
+                    alive.append(pid)
+        return alive
 
     def signal_group(self, number: int) -> None:
         with suppress(OSError):
             os.killpg(self.leader, number)
 
     def kill_survivors(self) -> int:
-        """SIGKILL everything left; how many there were."""
+        """Kill everything that is left. Returns how many there were."""
         total = 0
         for _ in range(5):  # one may fork while we look
             pids = self.survivors()

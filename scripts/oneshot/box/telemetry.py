@@ -13,18 +13,6 @@ from pathlib import Path
 from typing import Any
 
 PERIOD_S = 0.5
-HEADER = "t,sm_mhz,mem_mhz,power_w,temp_c,util_pct,mem_used_mib,reasons_hex"
-
-
-def open_nvml(uuid: str | None) -> tuple[Any, Any]:
-    """(the module pynvml, the handle of the GPU `uuid` or of the first). Raises ImportError, and
-    NVMLError on a box without it."""
-    import pynvml as nv
-
-    nv.nvmlInit()
-    if uuid:
-        return nv, nv.nvmlDeviceGetHandleByUUID(uuid)
-    return nv, nv.nvmlDeviceGetHandleByIndex(0)
 
 
 class Background(threading.Thread):
@@ -41,7 +29,11 @@ class Background(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.ask(*open_nvml(self._uuid))
+            import pynvml as nv
+
+            nv.nvmlInit()
+            by_uuid, first = nv.nvmlDeviceGetHandleByUUID, nv.nvmlDeviceGetHandleByIndex
+            self.ask(nv, by_uuid(self._uuid) if self._uuid else first(0))
         except Exception as error:
             self.problem = f"{type(error).__name__}: {error}"
 
@@ -52,7 +44,7 @@ class Background(threading.Thread):
 
 
 class Telemetry(Background):
-    """The samples; the last one and the first memory in use are kept."""
+    """Writes the samples, and keeps the last one and the first memory in use."""
 
     def __init__(self, path: Path, uuid: str | None, started: float) -> None:
         super().__init__(uuid)
@@ -71,7 +63,7 @@ class Telemetry(Background):
             ("reasons_hex", lambda: hex(nv.nvmlDeviceGetCurrentClocksEventReasons(handle))),
         )
         with open(self._path, "w", encoding="ascii") as file:
-            file.write(HEADER + "\n")
+            file.write(",".join(["t", *(name for name, _ in readings)]) + "\n")
             while not self._halt.wait(PERIOD_S):
                 row: dict[str, Any] = {}
                 for name, read in readings:

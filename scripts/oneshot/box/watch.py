@@ -23,7 +23,7 @@ _LINK = re.compile(r"\s*(Link \d+): (?!FEC)([^:]*(?:errors|recovery)[^:]*): (\d+
 
 
 def links(text: str) -> dict[str, int]:
-    """{"GPU 0 Link 3 CRC Errors": count} of the text of `nvidia-smi nvlink -e`."""
+    """Return {"GPU 0 Link 3 CRC Errors": count} of the text of `nvidia-smi nvlink -e`."""
     out, gpu = {}, ""
     for line in text.splitlines():
         if head := re.match(r"GPU \d+", line):
@@ -34,7 +34,7 @@ def links(text: str) -> dict[str, int]:
 
 
 def _silent(text: str) -> tuple[str, str]:
-    """`text` of a card that gives no answer, and its kind."""
+    """Return `text`, about a card that gives no answer, and its kind."""
     return text, "GPU_LOST" if re.search(r"is lost|fallen off the bus", text) else "NO_GPU"
 
 
@@ -65,9 +65,7 @@ class Watch:
         """Begin telemetry of the first card, into `csv`, and listen for the errors of all."""
         if isinstance(self._smi, str):
             return
-        watched: list[tuple[int | None, Any]] = [
-            (c.index, c.uuid) for c in cards.good(self.several)
-        ]
+        watched = [(c.index, c.uuid) for c in cards.good(self.several)]
         watched = watched or [(None, box.visible_gpu(self._smi, os.environ).get("uuid"))]
         self.telemetry = Telemetry(csv, watched[0][1], started)
         self.telemetry.start()
@@ -77,7 +75,7 @@ class Watch:
         self._links = self._read_links() if self.several else {}
 
     def _read_links(self) -> dict[str, int]:
-        """Errors that each NVLink counts; none on a box without NVLink."""
+        """Return the errors that each NVLink counts; none on a box without NVLink."""
         try:
             return links(box.command(["nvidia-smi", "nvlink", "-e"], 3.0))
         except box.ProbeFailed as error:
@@ -87,8 +85,8 @@ class Watch:
     def _compare_links(self) -> None:
         """Say whether links counted errors since the run began."""
         before, after = self._links, self._read_links() if self._links else {}
-        grown = [f"{link} +{n - before[link]}" for link, n in after.items()
-                 if n > before.get(link, n)]  # fmt: skip
+        more = {link: n - before.get(link, n) for link, n in after.items()}
+        grown = [f"{link} +{n}" for link, n in more.items() if n > 0]
         if grown:
             self._note(f"NVLink counted errors during the run: {', '.join(grown)}")
         elif after:
@@ -103,7 +101,7 @@ class Watch:
         self._compare_links()
 
     def why_not(self, stage: Stage) -> tuple[Status, str, str | None] | None:
-        """Why `stage` cannot have its card: (status, reason, kind), or None."""
+        """Return why `stage` cannot have its card as (status, reason, kind), or None."""
         if stage.gpu and None in self.gone:
             return Status.NOT_RUN, *self.gone[None]
         if lost := [g for g in stage.gpus if g in self.gone]:
@@ -111,8 +109,6 @@ class Watch:
             mine = len(stage.gpus) == 1 and stage.id.startswith("health")
             return (Status.INFRA if mine else Status.NOT_RUN), f"GPU {lost[0]}: {why}", kind
         return None
-
-    # ---- Xid errors --------------------------------------------------------------------------
 
     def before_stage(self) -> None:
         self.hear(None)  # of the time between two stages
@@ -135,7 +131,7 @@ class Watch:
                 self._note(f"{card}Xid errors are not heard ({listener.problem})", "info")
 
     def beside_faults(self, result: StageResult) -> StageResult:
-        """`result` beside what the driver reported meanwhile: a faulty card proves nothing."""
+        """Judge `result` anew by what the driver reported: a faulty card proves nothing."""
         self.hear(result.id)
         mine = {None, *result.gpus}  # a fault of another card says nothing about this stage
         faults = [xid for index, xid in self._reported if xid.critical and index in mine]
@@ -149,10 +145,8 @@ class Watch:
             reason=f"{said}; {result.reason}" if result.reason else said,
         )
 
-    # ---- after a stage that failed -----------------------------------------------------------
-
     def after_failure(self, result: StageResult) -> None:
-        """Are the cards of the stage still there, and is their memory free again?"""
+        """Look whether the cards of the stage are still there and their memory is free again."""
         if isinstance(self._smi, str):
             return
         mine = result.gpus or (None,)

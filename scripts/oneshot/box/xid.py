@@ -95,5 +95,5 @@ class XidListener(Background):
                 nv.nvmlEventSetFree(events)
 
     def take(self) -> list[Xid]:
-        """What was reported since the last call."""
+        """Return what was reported since the last call."""
         return [self._seen.popleft() for _ in range(len(self._seen))]

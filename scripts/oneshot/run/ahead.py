@@ -21,7 +21,7 @@ IMPORTED = ("torch", "triton", "numpy", "bench.timing", "nsa.kernels.prefill", "
 
 
 def import_all(*more: str) -> None:
-    """Import what stages need, and these modules; what is missing is the stage's to tell."""
+    """Import what stages need, and these modules. The stage itself tells what is missing."""
     for name in (*IMPORTED, *more):
         with suppress(Exception):
             importlib.import_module(name)

@@ -12,7 +12,7 @@ from scripts.oneshot.run.stages import PROFILES
 
 
 def seconds(text: str) -> float:
-    """15m, 1h, 90s or a plain number of seconds."""
+    """Return the seconds of 15m, 1h, 90s or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
     if not match or float(match.group(1)) <= 0:
         raise argparse.ArgumentTypeError(f"a time such as 15m, 1h or 900, got {text!r}")

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def newest(out: Path) -> Path | None:
-    """The bundle folder with the youngest journal under `out`, or `out` itself."""
+    """Return the bundle folder with the youngest journal under `out`, or `out` itself."""
     if (out / "events.jsonl").is_file():
         return out
     found = [p for p in out.glob("*/events.jsonl") if p.is_file()]
@@ -28,7 +28,7 @@ def newest(out: Path) -> Path | None:
 
 
 def alive(folder: Path) -> bool:
-    """True while a run holds the lock of this folder."""
+    """Return True while a run holds the lock of this folder."""
     with suppress(OSError), open(folder.parent / f".{folder.name}.lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

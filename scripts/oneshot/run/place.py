@@ -19,7 +19,7 @@ class Place:
         self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def lost(self) -> str | None:
-        """What became of the folder, as words after its name; None while it is where it was."""
+        """Say what became of the folder, in words after its name; None while it is there."""
         ours = os.fstat(self._fd)
         try:
             there = os.stat(self.folder)
@@ -32,7 +32,7 @@ class Place:
         return "was moved away" if there is None else "was replaced by another folder"
 
     def beside(self, name: str) -> Place:
-        """A new folder `name` beside the lost one, with the files that can still be found."""
+        """Make a folder `name` beside the lost one, with the files that can still be found."""
         target = self.folder.with_name(name)
         try:
             target.mkdir(parents=True)

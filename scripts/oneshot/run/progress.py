@@ -22,7 +22,7 @@ def clock(seconds: float) -> str:
 
 
 class Progress:
-    """Lines to `stream`. A stream that went away (SIGHUP, closed pipe) never ends the run."""
+    """Writes lines to `stream`. One that went away (SIGHUP, closed pipe) never ends the run."""
 
     def __init__(
         self, stages: Sequence[Stage], stream: TextIO | None = None,

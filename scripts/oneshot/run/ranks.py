@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """The variables that torch.distributed reads."""
+    """Return the variables that torch.distributed reads."""
     return {
         **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -37,7 +37,7 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def end(children: list[subprocess.Popen], number: int) -> None:
-    """End everybody who is left, and see them gone: until then they hold memory of their GPU."""
+    """End all that are left and wait for them: until then they hold memory of their GPU."""
     end_children(children, number)
     for child in children:
         child.wait()

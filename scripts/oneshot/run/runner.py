@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from scripts.oneshot.box import cards, checkout, doctor
 from scripts.oneshot.box import env as box
@@ -96,8 +96,6 @@ class Run:
         self.progress = Progress(self.stages, price_per_hour=self.args.price)
         self.watch = Watch(self.several, self.smi, self.event, self.note, self.progress.line)
 
-    # -------------------------------------------------------------- records
-
     def event(self, ev: str, *, sync: bool = True, **fields: Any) -> None:
         self.record.apply(self.journal.append(ev, sync=sync, **fields))
 
@@ -110,7 +108,7 @@ class Run:
         return Journal(self.folder / "events.jsonl", self.redactor.value, room, seq)
 
     def save(self, files: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        """bundle.json as of now."""
+        """Write bundle.json as of now and return it."""
         self._stay()
         data = self.record.to_bundle()
         data["files"] = files or []
@@ -123,8 +121,6 @@ class Run:
     def write(self, name: str, text: str) -> None:
         self._stay()
         self.ballast.guarded(lambda: write_atomic(self.folder / name, text))
-
-    # -------------------------------------------------------------- the run
 
     def execute(self) -> int:
         self._take_previous()
@@ -148,10 +144,11 @@ class Run:
         if left_out := LEFT_OUT.get(self.profile):
             names = ", ".join(left_out)
             self.note(f"profile {self.profile} leaves out {names}; standard has them", "info")
-        echo = self._echo if self.args.verbose else None
-        how = dict(stop=self.stop, on_row=self._on_row, on_tick=self._on_tick, echo=echo)
-        where = (sys.executable, ROOT, self.folder, self.run_id)
-        self.context = Context(*where, self.redactor, **how)
+        echo = (lambda text: self.progress.line(f"  | {text}")) if self.args.verbose else None
+        self.context = Context(
+            sys.executable, ROOT, self.folder, self.run_id, self.redactor, stop=self.stop,
+            on_row=self._on_row, on_tick=self._on_tick, echo=echo,
+        )  # fmt: skip
         try:
             self._stages()
         except Exception as error:  # a fault of the runner itself must not cost what was proven
@@ -207,7 +204,7 @@ class Run:
         self.ballast.guarded(lambda: self.journal.keep_at(self.folder / "events.jsonl"))
 
     def _environment(self) -> str | None:
-        """Capture the box and ask the doctor; the text of the first BLOCK, or None."""
+        """Capture the box and ask the doctor. Returns the text of the first BLOCK, or None."""
         stage = ENV_STAGE
         self.progress.next()
         self.progress.begin(stage)
@@ -256,7 +253,7 @@ class Run:
         return self.redactor.text(blocks[0].text) if blocks else None
 
     def _why_not(self, stage: Stage, blocked: str | None) -> tuple[Status, str, str | None] | None:
-        """Why `stage` is not started: (status, reason, kind), or None to go on."""
+        """Return why `stage` is not started as (status, reason, kind), or None to go on."""
         if self.stop.by:
             return Status.NOT_RUN, f"the run was stopped by {self.stop.by.upper()}", None
         if blocked:
@@ -281,7 +278,7 @@ class Run:
 
     @staticmethod
     def _dragged(first: StageResult | None, why: str) -> tuple[Status, str, str | None]:
-        """Why a stage is not started that needs `first`: cut where that one was cut."""
+        """Return why a stage that needs `first` is not started: cut where that one was cut."""
         skipped = first is not None and first.status is Status.SKIPPED
         kind = first.kind if first is not None and is_cut(first) else None
         return Status.SKIPPED if skipped else Status.NOT_RUN, why, kind
@@ -346,21 +343,14 @@ class Run:
             return
         self.event("row", stage=stage, row=row, sync=False)
 
-    def _on_tick(
-        self, stage: str, elapsed: float, limit: float, rows: list[dict[str, Any]]
-    ) -> None:
+    def _on_tick(self, stage: str, elapsed: float, limit: float, rows: list[dict]) -> None:
         if self.watch.telemetry:
             self.progress.telemetry = self.watch.telemetry.last
         self.watch.hear(stage)
         self.progress.tick(elapsed, limit, rows)
 
-    def _echo(self, text: str) -> None:
-        self.progress.line("  | " + text)
-
-    # -------------------------------------------------------------- resume
-
     def _reusable(self, stage: Stage) -> StageResult | None:
-        """The PASS of an earlier run, where everything that could change it is the same."""
+        """Return the PASS of an earlier run, if everything that could change it is the same."""
         if self.previous is None:
             return None
         old, folder = self.previous
@@ -379,8 +369,8 @@ class Run:
         if not same or any(r["kind"] == "bench" and r["status"] == "UNSTABLE" for r in rows):
             return None
         benches = [{**r, "stage": stage.id} for r in rows if r["kind"] == "bench"]
-        wrong = [*check_rows(rows, folder),
-                 *check_csvs({"bench": benches, "stages": [done.to_json()]}, folder)]  # fmt: skip
+        tables = {"bench": benches, "stages": [done.to_json()]}
+        wrong = [*check_rows(rows, folder), *check_csvs(tables, folder)]
         if wrong:
             self.note(f"stage {stage.id} is not taken over: {wrong[0]}", "info")
             return None
@@ -397,7 +387,7 @@ class Run:
         return replace(done, resumed_from=done.resumed_from or old.run_id)
 
     def _take_over_samples(self, source: Path, rows: list[dict[str, Any]]) -> None:
-        """The raw times behind the bench rows of a stage that is taken over."""
+        """Take over the raw times behind the bench rows of a stage."""
         mine = {raw_key(r) for r in rows if r["kind"] == "bench"}
         lines = (_read(self.folder / SAMPLES) or "").splitlines()
         kept = len(lines)
@@ -407,8 +397,6 @@ class Run:
                     lines.append(line)
         if len(lines) > kept:
             self.write(SAMPLES, "\n".join(lines) + "\n")
-
-    # -------------------------------------------------------------- the end
 
     def _finish(self) -> int:
         hurried = self.stop.by is not None
@@ -452,7 +440,7 @@ class Run:
         return code
 
     def _look_at_sources_again(self, timeout_s: float) -> None:
-        """Sources that were edited while the stages ran are not those of the commit."""
+        """Say so if the sources were edited while the stages ran: they are not the commit's."""
         ask = (ROOT, self._commit, self.folder.parent, timeout_s)
         now = box.guarded(lambda: checkout.git_facts(*ask))
         if not isinstance(now, dict) or now.get("problem") != self.git.get("problem"):
@@ -465,7 +453,7 @@ class Run:
                   "ran with which of them")  # fmt: skip
 
     def _redact(self, before: dict[str, Any] | None) -> dict[str, Any]:
-        """The last gate, its outcome in the journal and in redactions.json."""
+        """Pass the last gate; its outcome goes into the journal and redactions.json."""
         try:
             outcome = gate(self.folder, self.redactor)
         except OSError as error:
@@ -490,15 +478,11 @@ class Run:
         return outcome
 
     def _render(self, limit_s: float) -> None:
-        """report.md, issue.md and the rest, in a child: its death takes nothing along."""
-        argv = [sys.executable, "-m", "scripts.oneshot", "render", str(self.folder)]
+        """Make report.md, issue.md and the rest in a child, whose death takes nothing along."""
         short = _read(self.folder / "report.md")
         try:
             with tempfile.TemporaryFile("w+", errors="replace") as said:
-                child = subprocess.Popen(
-                    argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                    stderr=said, start_new_session=True,
-                )  # fmt: skip
+                child = _start_verb(["render", str(self.folder)], said)
                 deadline = time.monotonic() + limit_s
                 while child.poll() is None and time.monotonic() < deadline:
                     time.sleep(0.02)
@@ -512,8 +496,7 @@ class Run:
                     return
                 else:
                     said.seek(0)
-                    last = (said.read().strip().splitlines() or ["no word why"])[-1]
-                    problem = last[:300]
+                    problem = (said.read().strip().splitlines() or ["no word why"])[-1][:300]
         except OSError as error:
             problem = str(error)
         again = f"python -m scripts.oneshot render {self.folder}"
@@ -560,7 +543,7 @@ def _read(path: Path) -> str | None:
 
 
 def _where(error: Exception) -> str:
-    """An exception and the line that raised it."""
+    """Return an exception and the line that raised it as text."""
     at = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
 
@@ -571,12 +554,12 @@ def _age_s(stamp: str | None) -> float:
 
 
 def given_commit(args: argparse.Namespace) -> str | None:
-    """The commit that the caller names, for sources without git."""
+    """Return the commit that the caller names, for sources without git."""
     return args.commit or os.environ.get("NSA_COMMIT")
 
 
 def _setup(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What scripts/setup_env.py said of the choice of Python."""
+    """Return what scripts/setup_env.py said of the choice of Python."""
     with suppress(ValueError):
         data = json.loads(environ.get("ONESHOT_SETUP", "{}"))
         if isinstance(data, dict):
@@ -596,20 +579,24 @@ def _dry_run(profile: str, stages: list[Stage], folder: Path) -> int:
 
 
 def _run_id(folder: Path) -> str | None:
-    """The id of the run whose journal is in `folder`."""
+    """Return the id of the run whose journal is in `folder`."""
     events = read_events(folder / "events.jsonl")
     return events[0].get("run_id") if events else None
 
 
+def _start_verb(argv: list[str], said: IO[str]) -> subprocess.Popen[bytes]:
+    """Start a verb of scripts.oneshot in a session of its own; `said` gets its words."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "scripts.oneshot", *argv], cwd=ROOT, stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=said, start_new_session=True,
+    )  # fmt: skip
+
+
 def _detach(argv: list[str], out: Path, folder: Path) -> int:
-    """Start the run in a session of its own: 0 once it began, else its exit code and its words."""
+    """Start the run in a session of its own. Returns 0 once it began, else its exit code."""
     before = _run_id(folder)
     with tempfile.TemporaryFile("w+", errors="replace") as said:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "scripts.oneshot", "run", *argv], cwd=ROOT,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
-            start_new_session=True,
-        )  # fmt: skip
+        child = _start_verb(["run", *argv], said)
         deadline = time.monotonic() + DETACH_WAIT_S
         words = "waiting as process"  # for a lock, or for a slow driver
         while time.monotonic() < deadline:
@@ -628,7 +615,7 @@ def _detach(argv: list[str], out: Path, folder: Path) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """The exit code of the run; a fault of the runner itself is one line and EXIT_INFRA."""
+    """Return the run's exit code; a fault of the runner itself is one line and EXIT_INFRA."""
     try:
         return _main(argv)
     except KeyboardInterrupt:
@@ -708,8 +695,9 @@ def _main(argv: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         said, setup = [redactor.text(a) for a in argv], _setup(os.environ)
-        what = (args, said, folder, profile, stages, partial, git)
-        return Run(*what, redactor, stop, smi, several, setup).execute()
+        return Run(
+            args, said, folder, profile, stages, partial, git, redactor, stop, smi, several, setup
+        ).execute()
     finally:
         for lock in locks:
             lock.release()

@@ -28,27 +28,25 @@ from contextlib import suppress
 from typing import IO
 
 from bench.records import doc_parser
+from scripts.oneshot.box.env import memory_mib
 from scripts.oneshot.box.processes import die_with_parent, end_children, usable_cores
 from scripts.oneshot.run.ahead import import_all
 
 MOST = 15
 TICKETS = 1 << 16  # numbers of tests, of which each process draws the next
 BESIDE_S = 5.0  # for what runs beside, once the tests are done: what it compiled is kept
-TESTS_PER_GIB = 0.25  # one process per 4 GiB of host memory
+MIB_EACH = 4096  # of the host's memory for each process
 
 
 def default_shards() -> int:
-    """By cores and memory of this host; each is one busy thread, the compiler or pytest."""
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    except (ValueError, OSError):
-        memory = 8.0
-    return max(1, min(MOST, usable_cores() - 1, int(memory * TESTS_PER_GIB)))
+    """Choose by cores and memory of this host; each is one busy thread, compiler or pytest."""
+    by_memory = (memory_mib() or 8192) // MIB_EACH
+    return max(1, min(MOST, usable_cores() - 1, by_memory))
 
 
 def combined(codes: list[int]) -> int:
-    """One exit code for all: the worst (a signal is 128 + its number), whose tests are lost, then a
-    failed test, then success, then no tests."""
+    """Return one exit code for all: the worst (a signal is 128 + its number), whose tests are lost,
+    then a failed test, then success, then no tests."""
     odd = [c for c in codes if c not in (0, 1, 5)]
     if odd:
         return max(odd)

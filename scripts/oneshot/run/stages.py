@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from scripts.oneshot.record.model import SHARDS, Stage, bench
 
@@ -27,7 +28,7 @@ ENV_STAGE = Stage(
 
 
 def tests(*patterns: str) -> tuple[str, ...]:
-    """Test files that match, by name: a stage imports only the modules it needs."""
+    """Return the test files that match, so that a stage imports only the modules it needs."""
     found = {p for pattern in patterns for p in (ROOT / "nsa" / "tests").glob(pattern)}
     return tuple(sorted(p.relative_to(ROOT).as_posix() for p in found)) or (NO_TEST,)
 
@@ -45,34 +46,20 @@ MORE_LEAST = {"test_triton_sel_parity": 50, "test_triton_sel_backward": 8, "test
               "test_gradcheck": 16, "test_train_smoke": 9}  # fmt: skip
 
 
-def beside(*benches: Stage) -> tuple[str, ...]:
-    """SHARDED, with the kernels of these benches compiled meanwhile."""
+def beside(one: Stage) -> tuple[str, ...]:
+    """Return SHARDED with the kernels of a stage, whose argv ends with where it writes, compiled
+    meanwhile."""
+    command = shlex.join((*one.argv[1:-2], "--compile_only"))
     at = SHARDED.index(SHARDS) + 1
-    more: list[str] = []
-    for one in benches:
-        _, script, *options = one.argv
-        where = next(options.index(name) for name in ("--csv", "--out") if name in options)
-        del options[where : where + 2]
-        more += ["--beside", shlex.join((script, *options, "--compile_only"))]
-    return (*SHARDED[:at], *more, *SHARDED[at:])
+    return (*SHARDED[:at], "--beside", command, *SHARDED[at:])
 
 
-ORDER = (
-    "routing sanity health prefill_parity prefill_bench decode_parity decode_serving more_parity "
-    "sel_route train_showcase "
-    # Only profile full has these, apart from the threshold: other sizes of prefill;
-    # FlashAttention-2, which is off unless asked for; toy sizes; then ten minutes of examples and
-    # half an hour of cells.
-    "prefill_b128 prefill_d192 fa2_probe fa2_varlen fa2_bench threshold sel_ranges "
-    "decode_bench decode_summary fuzz sel_decode sel_dense sel_varlen sel_mixed"
-).split()
 # Stages that a profile does not have; the report names those of `quick`.
 LEFT_OUT = {"quick": ("decode_serving", "more_parity", "sel_route", "threshold", "train_showcase")}
-ONLY_FULL = set(ORDER[ORDER.index("prefill_b128") :]) - {"threshold"}
 
 
 def plan(profile: str) -> list[Stage]:
-    """The stages of a profile, in order. Raises ValueError for an unknown profile."""
+    """Return the stages of a profile in order. Raises ValueError for an unknown profile."""
     if profile not in PROFILES:
         raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {profile!r}")
     stages = _cpu() if profile == "cpu" else _gpu(profile)
@@ -87,178 +74,195 @@ TRITON_ON = {
 }
 # A parity stage judges the kernels themselves, also where the SM 8.9 policy would not pick them.
 PARITY = {**TRITON_ON, "NSA_TRITON_SEL_FORCE": "1"}
+PREFILL_ON = {"NSA_USE_TRITON_SEL": "1"}
+FROM_64 = {"NSA_SEL_TRITON_MIN_L": "64"}
+STEP = {**PREFILL_ON, "NSA_TRITON_SEL_FORCE": "1", **FROM_64}
 
 
-# Stages that every profile has.
+def _stage(id: str, title: str, argv: tuple[str, ...], proof: str, **fields: Any) -> Stage:
+    """Make a stage whose log is called after it."""
+    return Stage(id, title, argv, proof, **{"log": f"{id}.txt", **fields})
+
+
 ROUTING = Stage(
     "routing", "Flags and the ladder of each branch",
     ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"),
     proof="output", timeout_s=90, estimate_s=5, outputs=("routing.json",), group="box",
 )  # fmt: skip
-SEL_RANGES = Stage(
+SEL_RANGES = _stage(
     "sel_ranges", "A sample of the ranges that selection makes",
     ("{python}", "scripts/print_selection_ranges.py", "--out", "{out}/sel_ranges.jsonl"),
-    proof="output", timeout_s=90, estimate_s=5, log="sel_ranges.txt",
-    outputs=("sel_ranges.jsonl",), group="box",
+    proof="output", timeout_s=90, estimate_s=5, outputs=("sel_ranges.jsonl",), group="box",
 )  # fmt: skip
 
 
+def _summary(table: str, timeout_s: float, estimate_s: float) -> Stage:
+    """Make the stage that sums up what the decode bench wrote into `table`."""
+    return _stage(
+        "decode_summary", "Decode summary",
+        ("{python}", "bench/summarize_decode_csv.py", "{out}/" + table), "output",
+        timeout_s=timeout_s, estimate_s=estimate_s, needs=(table,),
+        outputs=("decode_summary.txt",), group="bench",
+    )  # fmt: skip
+
+
 def _gpu(profile: str) -> list[Stage]:
+    """Return all stages in the order in which they run."""
     full = profile == "full"
-    slow = 3.0 if full else 1.0
-    least_l = {"NSA_SEL_TRITON_MIN_L": "64"}
-    step = {"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", **least_l}
-    cells = ("--N 64,256,1024 --H 2,4,8 --D 64,128 --Dv 64,128 --streams 1,2 --L_list "
-             "16,32,64,128,256,512,1024 --seconds 0.03 --dist")  # fmt: skip
-    selection = [
-        bench(id, f"Selection bench: {what}", "bench_sel_triton", f"{cells} {dist}", 1200,
-              estimate_s=540, env=least_l)
+    stages = [
+        *_of_every_profile(profile), *([*PREFILL_SIZES, *FA2] if full else []), THRESHOLD,
+        *([SEL_RANGES, *DECODE, FUZZ, *SELECTION] if full else []),
+    ]  # fmt: skip
+    return [
+        replace(stage, ahead=stage.id not in ("threshold", "decode_summary"))  # without PyTorch
+        for stage in stages if stage.id not in LEFT_OUT.get(profile, ())
+    ]  # fmt: skip
+
+
+def _of_every_profile(profile: str) -> list[Stage]:
+    """Return the first stages; some take longer in profile full and have fewer cases in quick."""
+    full, quick = profile == "full", profile == "quick"
+    by_profile = lambda *three: three[("quick", "standard", "full").index(profile)]
+    prefill = bench(
+        "prefill_bench", "Prefill: NSA against dense attention", "bench_prefill",
+        by_profile("--S_list 8192 --sharing random --seconds 0.3", "--seconds 0.4",
+                   "--S_list 8192,32768,65536 --ops full,cmp,sel,win,select,turn,pack"),
+        900 if full else 300, csv="prefill.csv", least=by_profile(11, 17, 43),
+        estimate_s=by_profile(24, 48, 190), env=PREFILL_ON,
+    )  # fmt: skip
+    serving = bench(
+        "decode_serving", "Decode at serving sizes: eager, as a graph, and the layer's whole step",
+        "bench_decode", f"--preset {'serving' if full else 'serving_short'} --quick",
+        600 if full else 240, estimate_s=100 if full else 24, required=False, env=STEP,
+    )  # fmt: skip
+    cells = "--N 256 --H 8 --D 64 --Dv 64 --L_list 16,64,256"
+    if full:
+        cells = "--N 64,1024 --H 2,8 --D 64,128 --L_list 16,64,128,256,1024"
+    route = bench(  # what the threshold is decided by
+        "sel_route", "Selection bench: Triton against packing plus SDPA, as callers get them",
+        "bench_sel_triton", f"--route 1 {cells} --iters 10 --seconds 0.005",
+        400 if full else 150, estimate_s=110 if full else 12, env=FROM_64,
+    )  # fmt: skip
+    health = _stage(
+        "health", "Box health: copy, GEMM, PCIe, launch latency, noise floor, corruption",
+        ("{python}", "bench/health.py", *(("--deep",) if full else ())), "row", timeout_s=120,
+        estimate_s=30 if full else 7, required=False, group="box",
+        outputs=("health.json",),  # the benches take their peaks from it
+    )  # fmt: skip
+    showcase = _stage(
+        "train_showcase", "Training showcase",
+        ("{python}", "scripts/train_showcase.py", "--out", "{out}"), "tests",
+        timeout_s=900 if full else 300, estimate_s=18, env=TRITON_ON, outputs=("train.jsonl",),
+        group="train",
+    )  # fmt: skip
+    of_prefill = _parity(
+        "prefill_parity", "Parity of prefill, mostly at the sizes of the benches", beside(prefill),
+        tests("test_prefill_kernels.py", "test_hopper.py", "test_turn.py"),
+        "-m", "kernel" if full else "core", least=170 if full else 60,
+        timeout_s=2700 if full else 420, estimate_s=by_profile(54, 56, 130),
+    )  # fmt: skip
+    of_decode = _parity(
+        "decode_parity", "Parity of the decode step", SHARDED if quick else beside(serving),
+        tests("test_decode_kernels.py", "test_decode_cluster.py"),
+        "-m", "kernel" if full else "core",
+        # No decode step is timed in a quick report.
+        *(("-k", "static and T1 and not fp8") if quick else ()),
+        least=by_profile(10, 36, 80), timeout_s=1800 if full else 300,
+        estimate_s=by_profile(17, 29, 80),
+    )  # fmt: skip
+    of_more = _parity(
+        "more_parity", "Parity of selection by ranges, packs, other sizes, gradients, training",
+        beside(showcase), tests(*MORE_TESTS), "-m", "kernel or core" if full else "core",
+        # train_showcase asks the same of the model that it trained.
+        *(() if full else ("-k", "not see_the_future")),
+        least=400 if full else 148, of_files=MORE_LEAST, timeout_s=2700 if full else 420,
+        estimate_s=200 if full else 66, env={**PARITY, "NSA_TEST_TRAIN": "1"},
+    )  # fmt: skip
+    return [ROUTING, SANITY, health, of_prefill, prefill, of_decode, serving, of_more, route,
+            showcase]  # fmt: skip
+
+
+def _parity(
+    id: str, title: str, pytest: tuple[str, ...], files: tuple[str, ...], *options: str,
+    **fields: Any,
+) -> Stage:  # fmt: skip
+    fields = {"env": PARITY, "group": "parity", **fields}
+    return _stage(id, title, (*pytest, *files, *options), "parity", **fields)
+
+
+SANITY = _stage(
+    "sanity", "Matmul, one Triton kernel and one selection kernel against fp64",
+    ("{python}", "scripts/gpu_sanity.py"), "parity", timeout_s=180, estimate_s=4, log="sanity.out",
+    group="parity",
+)  # fmt: skip
+FUZZ = _stage(
+    "fuzz", "Public functions on drawn shapes, packs, layouts, values and dtypes",
+    ("{python}", "-m", "scripts.fuzz", "--seconds", "600", "--device", "cuda", "--last",
+     "{out}/fuzz_last.json"),
+    "tests", least=7, timeout_s=1300, estimate_s=610, required=False, env=PARITY,
+    outputs=("fuzz_last.json",), group="parity",
+)  # fmt: skip
+PREFILL_SIZES = [
+    bench(id, f"Prefill: {what}", "bench_prefill", options, 300, least=least, estimate_s=60,
+          required=False, env=PREFILL_ON)
+    for id, what, least, options in (
+        ("prefill_b128", "selection by blocks of 128, as MiniMax-M3 has them", 8,
+         "--l_sel 128 --ops sel --sharing random,shared"),
+        ("prefill_d192", "heads of 192 and 128, the paper's", 20,
+         "--D 192 --ops full,cmp,sel,win"),
+    )
+]  # fmt: skip
+FA2 = [
+    _stage(
+        "fa2_probe", "Is a FlashAttention-2 usable here, and which",
+        ("{python}", "scripts/fa2_probe.py"), "row", timeout_s=120, estimate_s=4, required=False,
+        group="box",
+    ),
+    _stage(
+        "fa2_varlen", "FlashAttention-2 parity, dense and varlen",
+        (*PYTEST, *tests("test_fa2*.py"), "-k", "fa2_gpu_varlen"), "parity", least=28,
+        timeout_s=240, estimate_s=13, required=False, after="fa2_probe",
+        env={"NSA_USE_FA2": "1", "NSA_TEST_FA2": "1"}, group="parity",
+    ),
+    bench(
+        "fa2_bench", "FlashAttention-2 by branch", "bench_fa2", "", 240, csv="fa2.csv",
+        estimate_s=65, required=False, after="fa2_varlen", env={"NSA_USE_FA2": "1"},
+    ),
+]  # fmt: skip
+THRESHOLD = _stage(
+    "threshold", "Proposed sel_triton_min_L",
+    ("{python}", "bench/threshold_optimizer.py", "{out}/sel_route.csv"),
+    "row", timeout_s=60, estimate_s=1, needs=("sel_route.csv",),
+    also={"fa2_bench": ("--fa2", "{out}/fa2.csv")}, group="bench",
+)  # fmt: skip
+DECODE = [
+    bench(
+        "decode_bench", "Decode step, by branch", "bench_decode",
+        "--B 1 --dim 256 --heads 8 --groups 2 --dk 32 --dv 32 --l 16 --d 8 --l_sel 32 --n_sel "
+        "8 --w 128 --S_list 512,1024,2048,4096 --iters 64 --warmup 8 --branch_force_mode env "
+        "--more 0", 240, csv="decode_gpu_final.csv", estimate_s=50, env=STEP,
+    ),
+    _summary("decode_gpu_final.csv", 60, 1),
+]  # fmt: skip
+CELLS = ("--N 64,256,1024 --H 2,4,8 --D 64,128 --Dv 64,128 --streams 1,2 --L_list "
+         "16,32,64,128,256,512,1024 --seconds 0.03 --dist")  # fmt: skip
+SELECTION = [
+    # A decode step has no threshold, so these cells are not among its evidence.
+    bench(
+        "sel_decode", "Selection bench: one query per sequence, blocks of the paper's choice",
+        "bench_sel_triton", "--decode 1 --N 64,256,1024 --H 2,4 --n_sel 8,16 --D 64,128 "
+        "--Dv 64,128 --L_list 128,256,512 --seconds 0.03", 360, estimate_s=90, env=FROM_64,
+    ),
+    *(
+        bench(id, f"Selection bench: {what}", "bench_sel_triton", f"{CELLS} {dist}", 1200,
+              estimate_s=540, env=FROM_64)
         for id, dist, what in (
             ("sel_dense", "few", "one span per row, Triton against packed SDPA"),
             ("sel_varlen", "many", "eight equal spans per row"),
             ("sel_mixed", "mixed", "2, 4 or 8 spans of random length"),
         )
-    ]  # fmt: skip
-    # What the threshold is decided by.
-    routes = "--N 256 --H 8 --D 64 --Dv 64 --L_list 16,64,256"
-    if full:
-        routes = "--N 64,1024 --H 2,8 --D 64,128 --L_list 16,64,128,256,1024"
-    selection.append(bench(
-        "sel_route", "Selection bench: Triton against packing plus SDPA, as callers get them",
-        "bench_sel_triton", f"--route 1 {routes} --iters 10 --seconds 0.005",
-        400 if full else 150, estimate_s=110 if full else 12, env=least_l,
-    ))  # fmt: skip
-    # A decode step has no threshold, so these cells are not among its evidence.
-    decode = bench(
-        "sel_decode", "Selection bench: one query per sequence, blocks of the paper's choice",
-        "bench_sel_triton", "--decode 1 --N 64,256,1024 --H 2,4 --n_sel 8,16 --D 64,128 "
-        "--Dv 64,128 --L_list 128,256,512 --seconds 0.03", 360, estimate_s=90, env=least_l,
-    )  # fmt: skip
-    threshold = Stage(
-        "threshold", "Proposed sel_triton_min_L",
-        ("{python}", "bench/threshold_optimizer.py", "{out}/sel_route.csv"),
-        proof="row", timeout_s=60, estimate_s=1, needs=("sel_route.csv",), log="threshold.txt",
-        also={"fa2_bench": ("--fa2", "{out}/fa2.csv")}, group="bench",
-    )  # fmt: skip
-    serving = bench(
-        "decode_serving", "Decode at serving sizes: eager, as a graph, and the layer's whole step",
-        "bench_decode", f"--preset {'serving' if full else 'serving_short'} --quick",
-        600 if full else 240, estimate_s=100 if full else 24, required=False, env=step,
-    )  # fmt: skip
-    lengths = {
-        "quick": "--S_list 8192 --sharing random --seconds 0.3",
-        "standard": "--seconds 0.4",
-        "full": "--S_list 8192,32768,65536 --ops full,cmp,sel,win,select,turn,pack",
-    }
-    prefill = bench(
-        "prefill_bench", "Prefill: NSA against dense attention", "bench_prefill", lengths[profile],
-        300 * slow, csv="prefill.csv", least={"quick": 11, "standard": 17, "full": 43}[profile],
-        estimate_s={"quick": 24, "standard": 48, "full": 190}[profile],
-        env={"NSA_USE_TRITON_SEL": "1"},
-    )  # fmt: skip
-    sizes = [
-        bench(id, f"Prefill: {what}", "bench_prefill", options, 300, least=least, estimate_s=60,
-              required=False, env={"NSA_USE_TRITON_SEL": "1"})
-        for id, what, least, options in (
-            ("prefill_b128", "selection by blocks of 128, as MiniMax-M3 has them", 8,
-             "--l_sel 128 --ops sel --sharing random,shared"),
-            ("prefill_d192", "heads of 192 and 128, the paper's", 20,
-             "--D 192 --ops full,cmp,sel,win"),
-        )
-    ]  # fmt: skip
-    showcase = Stage(
-        "train_showcase", "Training showcase",
-        ("{python}", "scripts/train_showcase.py", "--out", "{out}"),
-        proof="tests", timeout_s=300 * slow, estimate_s=18, env=TRITON_ON,
-        log="train_showcase.txt", outputs=("train.jsonl",), group="train",
-    )  # fmt: skip
-    fuzz = Stage(
-        "fuzz", "Public functions on drawn shapes, packs, layouts, values and dtypes",
-        ("{python}", "-m", "scripts.fuzz", "--seconds", "600", "--device", "cuda",
-         "--last", "{out}/fuzz_last.json"),
-        proof="tests", least=7, timeout_s=1300, estimate_s=610, required=False, env=PARITY,
-        log="fuzz.txt", outputs=("fuzz_last.json",), group="parity",
-    )  # fmt: skip
-    stages = [
-        ROUTING, SEL_RANGES, showcase, *selection, threshold, fuzz, decode, serving, prefill,
-        *sizes,
-        Stage(
-            "sanity", "Matmul, one Triton kernel and one selection kernel against fp64",
-            ("{python}", "scripts/gpu_sanity.py"),
-            proof="parity", timeout_s=180, estimate_s=4, log="sanity.out", group="parity",
-        ),
-        Stage(
-            "prefill_parity", "Parity of prefill, mostly at the sizes of the benches",
-            (*beside(prefill), *tests("test_prefill_kernels.py", "test_hopper.py", "test_turn.py"),
-             "-m", "kernel" if full else "core"),
-            proof="parity", least=170 if full else 60, timeout_s=(900 if full else 420) * slow,
-            estimate_s={"quick": 54, "standard": 56, "full": 130}[profile], env=PARITY,
-            log="prefill_parity.txt", group="parity",
-        ),
-        Stage(
-            "decode_parity", "Parity of the decode step",
-            (*(SHARDED if profile == "quick" else beside(serving)),
-             *tests("test_decode_kernels.py", "test_decode_cluster.py"),
-             "-m", "kernel" if full else "core",
-             # No decode step is timed in a quick report.
-             *(("-k", "static and T1 and not fp8") if profile == "quick" else ())),
-            proof="parity", least={"quick": 10, "standard": 36, "full": 80}[profile],
-            timeout_s=(600 if full else 300) * slow,
-            estimate_s={"quick": 17, "standard": 29, "full": 80}[profile], env=PARITY,
-            log="decode_parity.txt", group="parity",
-        ),
-        Stage(
-            "more_parity", "Parity of selection by ranges, packs, other sizes, gradients, training",
-            (*beside(showcase), *tests(*MORE_TESTS), "-m", "kernel or core" if full else "core",
-             # train_showcase asks the same of the model that it trained.
-             *(() if full else ("-k", "not see_the_future"))),
-            proof="parity", least=400 if full else 148, of_files=MORE_LEAST,
-            timeout_s=(900 if full else 420) * slow, estimate_s=200 if full else 66,
-            env={**PARITY, "NSA_TEST_TRAIN": "1"}, log="more_parity.txt", group="parity",
-        ),
-        Stage(
-            "fa2_probe", "Is a FlashAttention-2 usable here, and which",
-            ("{python}", "scripts/fa2_probe.py"),
-            proof="row", timeout_s=120, estimate_s=4, required=False, log="fa2_probe.txt",
-            group="box",
-        ),
-        Stage(
-            "fa2_varlen", "FlashAttention-2 parity, dense and varlen",
-            (*PYTEST, *tests("test_fa2*.py"), "-k", "fa2_gpu_varlen"), least=28,
-            proof="parity", timeout_s=240, estimate_s=13, required=False, after="fa2_probe",
-            env={"NSA_USE_FA2": "1", "NSA_TEST_FA2": "1"}, log="fa2_varlen.txt", group="parity",
-        ),
-        Stage(
-            "health", "Box health: copy, GEMM, PCIe, launch latency, noise floor, corruption",
-            ("{python}", "bench/health.py", *(("--deep",) if full else ())),
-            proof="row", timeout_s=120, estimate_s=30 if full else 7, required=False,
-            log="health.txt",
-            outputs=("health.json",), group="box",  # the benches take their peaks from it
-        ),
-        bench(
-            "decode_bench", "Decode step, by branch", "bench_decode",
-            "--B 1 --dim 256 --heads 8 --groups 2 --dk 32 --dv 32 --l 16 --d 8 --l_sel 32 --n_sel "
-            "8 --w 128 --S_list 512,1024,2048,4096 --iters 64 --warmup 8 --branch_force_mode env "
-            "--more 0", 240, csv="decode_gpu_final.csv", estimate_s=50, env=step,
-        ),
-        Stage(
-            "decode_summary", "Decode summary",
-            ("{python}", "bench/summarize_decode_csv.py", "{out}/decode_gpu_final.csv"),
-            proof="output", timeout_s=60, estimate_s=1, needs=("decode_gpu_final.csv",),
-            log="decode_summary.txt", outputs=("decode_summary.txt",), group="bench",
-        ),
-        bench(
-            "fa2_bench", "FlashAttention-2 by branch", "bench_fa2",
-            "" if full else "--dtype bf16", 240, csv="fa2.csv", estimate_s=65 if full else 35,
-            required=False, after="fa2_varlen", env={"NSA_USE_FA2": "1"},
-        ),
-    ]  # fmt: skip
-    left_out = (*LEFT_OUT.get(profile, ()), *(() if full else ONLY_FULL))
-    chosen = [
-        replace(stage, ahead=stage.id not in ("threshold", "decode_summary"))  # without PyTorch
-        for stage in stages if stage.id not in left_out
-    ]  # fmt: skip
-    return sorted(chosen, key=lambda stage: ORDER.index(stage.id))
+    ),
+]  # fmt: skip
 
 
 # One small case of each backward that the core of test_prefill_kernels.py has not: the selection
@@ -274,66 +278,58 @@ BACKWARD = tuple(f"nsa/tests/{name}" for name in (
     f"{UNIONS}[1-27+70-G1h1-D16v32-b32n3-float16-ragged]",
     "test_turn.py::test_every_part_and_gradient_is_the_oracles",
 ))  # fmt: skip
+INTERPRET = {"TRITON_INTERPRET": "1"}
+
+
+def _cpu_tests(id: str, title: str, *argv: str, least: int, **fields: Any) -> Stage:
+    fields = {"env": INTERPRET, "timeout_s": 180, "estimate_s": 20, **fields}
+    return _stage(id, title, (*PYTEST, *argv), "tests", least=least, group="parity", **fields)
 
 
 def _cpu() -> list[Stage]:
-    """No GPU: kernels in Triton's interpreter at tiny shapes, the rest on PyTorch."""
-    interpret = {"TRITON_INTERPRET": "1"}
-
-    def stage(id: str, title: str, argv: tuple[str, ...], proof: str, **fields: object) -> Stage:
-        fields = {"gpu": False, "timeout_s": 90, "estimate_s": 4, "log": f"{id}.txt", **fields}
-        return Stage(id, title, argv, proof, **fields)
-
-    return [
-        replace(ROUTING, gpu=False, estimate_s=4, log="routing.txt"),
-        stage(
+    """Return the stages without a GPU: kernels in Triton's interpreter at tiny shapes."""
+    stages = [
+        replace(ROUTING, estimate_s=4, log="routing.txt"),
+        _stage(
             "sanity", "Matmul, one Triton kernel and one selection kernel, interpreted",
-            ("{python}", "scripts/gpu_sanity.py", "--interpret"), "parity", env=interpret,
-            log="sanity.out", group="parity",
+            ("{python}", "scripts/gpu_sanity.py", "--interpret"), "parity", timeout_s=90,
+            estimate_s=4, env=INTERPRET, log="sanity.out", group="parity",
         ),
-        stage(
+        _cpu_tests(
             "triton_fwd", "Selection forward parity, interpreted",
-            (*PYTEST, *tests("test_triton_sel_parity.py"), "-k", "triton_sel_parity", "-m",
-             "kernel"),
-            "tests", env=interpret, estimate_s=20, least=78, group="parity",
+            *tests("test_triton_sel_parity.py"), "-k", "triton_sel_parity", "-m", "kernel",
+            timeout_s=90, least=78,
         ),
-        stage(
+        _cpu_tests(
             "prefill_parity", "Prefill and decode kernels parity, interpreted",
-            (*PYTEST, *tests("test_prefill_kernels.py", "test_decode_kernels.py"), "-m",
-             "kernel and core"),
-            "tests", env=interpret, timeout_s=180, estimate_s=45, least=91, group="parity",
+            *tests("test_prefill_kernels.py", "test_decode_kernels.py"), "-m", "kernel and core",
+            estimate_s=45, least=91,
         ),
-        stage(
+        _cpu_tests(
             "backward_parity", "Backward parity of every family of kernels, interpreted",
-            (*PYTEST, *BACKWARD), "tests", env=interpret, timeout_s=180, estimate_s=20, least=34,
-            group="parity",
+            *BACKWARD, least=34,
         ),
-        stage(
+        _cpu_tests(
             "probes", "Numbers of an earlier oracle; drawn cases, gradients of PyTorch's routes",
-            (*PYTEST, *tests("test_probes.py")), "tests", env=interpret, timeout_s=180,
-            estimate_s=20, least=24, group="parity",
+            *tests("test_probes.py"), least=24,
         ),
-        stage(
+        _cpu_tests(
             "triton_wrapper", "Selection wrapper and its fallbacks on CPU",
-            (*PYTEST, *tests("test_triton_sel_wrapper_cpu.py")), "tests", least=35,
-            group="parity",
+            *tests("test_triton_sel_wrapper_cpu.py"), env={}, timeout_s=90, estimate_s=4, least=35,
         ),
-        stage(
+        _stage(
             "decode_bench", "Decode step on CPU (small)",
             ("{python}", "bench/bench_decode.py",
              *("--B 1 --dim 64 --heads 4 --groups 2 --dk 16 --dv 16 --l 16 --d 8 --l_sel 32 "
                "--n_sel 4 --w 64 --S_list 128,256 --iters 10 --warmup 2").split(),
              "--csv", "{out}/decode_cpu.csv"),
             # UNSTABLE is shown, but a box without a quiet core proves the step all the same.
-            "row", outputs=("decode_cpu.csv",), least=10, group="bench",
+            "row", timeout_s=90, estimate_s=4, outputs=("decode_cpu.csv",), least=10,
+            group="bench",
         ),
-        stage(
-            "decode_summary", "Decode summary",
-            ("{python}", "bench/summarize_decode_csv.py", "{out}/decode_cpu.csv"), "output",
-            needs=("decode_cpu.csv",), outputs=("decode_summary.txt",), group="bench",
-        ),
-        replace(SEL_RANGES, gpu=False, estimate_s=4),
-        stage(
+        _summary("decode_cpu.csv", 90, 4),
+        replace(SEL_RANGES, estimate_s=4),
+        _stage(
             "train_showcase", "Training showcase (tiny)",
             ("{python}", "scripts/train_showcase.py", "--device", "cpu", "--steps", "20", "--out",
              "{out}"),
@@ -341,12 +337,13 @@ def _cpu() -> list[Stage]:
             group="train",
         ),
     ]  # fmt: skip
+    return [replace(stage, gpu=False) for stage in stages]
 
 
 def choose(
     stages: list[Stage], only: tuple[str, ...], skip: tuple[str, ...]
 ) -> tuple[list[Stage], str | None]:
-    """The stages after --only and --skip, and the words for what was left out.
+    """Return the stages after --only and --skip, and words for what was left out.
 
     The environment is always captured. Raises ValueError for an id that is no stage.
     """

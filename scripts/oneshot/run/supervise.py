@@ -90,7 +90,6 @@ class Context:
     stop: Stop = field(default_factory=Stop)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     on_tick: Callable[[str, float, float, list[dict[str, Any]]], None] = lambda *_: None
-    clock: Callable[[], float] = time.monotonic
     echo: Callable[[str], None] | None = None
     ladder_s: tuple[float, float] = LADDER_S
     waiting: dict[str, Started] = field(default_factory=dict)  # by stage, see start_ahead()
@@ -116,7 +115,7 @@ class Started:
 
 
 def child_environment(environ: Mapping[str, str], stage: Stage, tag: str) -> dict[str, str]:
-    """The allowlisted environment of a stage: no secret of the user's shell gets in."""
+    """Return the environment of a stage: no secret of the user's shell gets in."""
     env = {
         name: value
         for name, value in environ.items()
@@ -143,7 +142,7 @@ def _tag(context: Context, stage: Stage, attempt: int) -> str:
 
 
 def _start(context: Context, stage: Stage, tag: str, *, ahead: bool = False) -> Started:
-    """Start the stage's process; ahead: it imports and waits. Raises OSError."""
+    """Start the stage's process; with `ahead` it imports and waits. Raises OSError."""
     rows, rows_write = os.pipe()
     wait, go = os.pipe() if ahead else (None, None)
     env = child_environment(context.environ, stage, tag)
@@ -183,7 +182,7 @@ def end_waiting(context: Context) -> None:
 
 
 def _waited(context: Context, stage: Stage) -> Started | None:
-    """The process of this stage that was started ahead, now that it may go on."""
+    """Let the process of this stage that was started ahead go on, and return it."""
     found = context.waiting.pop(stage.id, None)
     if found is None:
         return None
@@ -197,7 +196,7 @@ def _waited(context: Context, stage: Stage) -> Started | None:
 
 
 def oom_kills() -> int | None:
-    """How often the kernel killed something in this cgroup for memory; None when it is not told."""
+    """Return how often Linux killed something in this cgroup for memory; None if unknown."""
     for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         with suppress(OSError, ValueError):
             for line in Path(path).read_text().splitlines():
@@ -264,7 +263,7 @@ class _Child:
             raise
         self.process = started.process
         self.family = Family(self.process.pid, tag)
-        self.started = context.clock()
+        self.started = time.monotonic()
         self._rows_fd = started.rows
         self._out_fd = self.process.stdout.fileno()
         self._selector = selectors.DefaultSelector()
@@ -275,7 +274,7 @@ class _Child:
         self._next_look = self._next_tick = 0.0
 
     def pump(self, wait_s: float) -> bool:
-        """Read what is there, waiting at most `wait_s`; False when both pipes are closed."""
+        """Read what is there, waiting at most `wait_s`. Returns False once both pipes close."""
         for key, _ in self._selector.select(max(0.0, wait_s)):
             if key.fd == self.context.stop.fileno():
                 self._selector.unregister(key.fd)  # level-triggered: once is enough
@@ -292,7 +291,7 @@ class _Child:
                 self.channel.feed(data)
             else:
                 self.log.feed(data)
-        now = self.context.clock()
+        now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + 1.0
             self.family.look()
@@ -308,7 +307,7 @@ class _Child:
         while True:
             if self.process.poll() is not None:
                 return True
-            now = self.context.clock()
+            now = time.monotonic()
             if now >= deadline or (stop_counts and self.context.stop.by):
                 return False
             if not self.pump(min(0.1, deadline - now)):
@@ -321,25 +320,26 @@ class _Child:
         if first > 0:
             with suppress(OSError):
                 self.process.send_signal(signal.SIGABRT)
-            self.pump_until(self.context.clock() + first)
+            self.pump_until(time.monotonic() + first)
         if self.process.poll() is None:
             self.family.signal_group(signal.SIGTERM)
-            self.pump_until(self.context.clock() + second)
+            self.pump_until(time.monotonic() + second)
         if self.process.poll() is None:
             self.family.look()
             self.family.signal_group(signal.SIGKILL)
-            self.abandoned = not self.pump_until(self.context.clock() + (1.0 if hurried else 5.0))
+            self.abandoned = not self.pump_until(time.monotonic() + (1.0 if hurried else 5.0))
+
+    def _drain(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while self.pump(0.02) and time.monotonic() < deadline:
+            pass
 
     def finish(self) -> int:
-        """Drain the pipes, kill what is left of the family, close; how many were left."""
-        deadline = self.context.clock() + (0.2 if self.hurried else 0.5)
-        while self.pump(0.02) and self.context.clock() < deadline:
-            pass
+        """Drain the pipes, kill what is left of the family, close. Returns how many were left."""
+        self._drain(0.2 if self.hurried else 0.5)
         left = self.family.kill_survivors()
-        deadline = self.context.clock() + 0.3
-        while left and self.pump(0.02) and self.context.clock() < deadline:
-            pass
         if left:
+            self._drain(0.3)
             self.log.note(f"{left} processes outlived the stage and were killed")
         self.channel.close()
         self.log.close()
@@ -350,7 +350,7 @@ class _Child:
 
 
 def result_of(stage: Stage, judgement: Judgement, **fields: Any) -> StageResult:
-    """How `stage` ended, with what else is known of it."""
+    """Return how `stage` ended, with what else is known of it."""
     return StageResult(
         id=stage.id, title=stage.title, required=stage.required, group=stage.group,
         status=judgement.status, reason=judgement.reason, kind=judgement.kind,
@@ -359,7 +359,7 @@ def result_of(stage: Stage, judgement: Judgement, **fields: Any) -> StageResult:
 
 
 def not_run(stage: Stage, status: Status, reason: str, kind: str | None = None) -> StageResult:
-    """The result of a stage that was never started."""
+    """Return the result of a stage that was never started."""
     return result_of(stage, Judgement(status, reason, kind), timeout_s=stage.timeout_s)
 
 
@@ -376,7 +376,7 @@ def run_stage(
     by_budget = budget_left_s is not None and budget_left_s < timeout_s
     if by_budget:
         timeout_s = max(1.0, budget_left_s)
-    started, t0, oom_before = utc_now(), context.clock(), oom_kills()
+    started, t0, oom_before = utc_now(), time.monotonic(), oom_kills()
     before = {name: _stamp(context.out / name) for name in stage.outputs}
     common: dict[str, Any] = {
         "attempt": attempt, "started": started, "timeout_s": round(timeout_s, 1),
@@ -431,7 +431,7 @@ def run_stage(
     metrics = {r["name"]: r.get("value") for r in rows if r["kind"] == "metric" and "name" in r}
     return result_of(
         stage, Judgement(judgement.status, reason, judgement.kind),
-        rc=rc, signal=_signal_name(rc), wall_s=round(context.clock() - t0, 3),
+        rc=rc, signal=_signal_name(rc), wall_s=round(time.monotonic() - t0, 3),
         counts=test_counts(rows), first_call_ms=metrics.get("first_call_ms"),
         peak_vram_mib=metrics.get("peak_vram_mib"), **common,
     )  # fmt: skip
@@ -440,14 +440,13 @@ def run_stage(
 def _signal_name(rc: int | None) -> str | None:
     if rc is None or rc >= 0:
         return None
-    known = -rc in {int(number) for number in signal.Signals}
-    return signal.Signals(-rc).name if known else f"signal {-rc}"
+    return signal.Signals(-rc).name if -rc in set(signal.Signals) else f"signal {-rc}"
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file is written; None without one that has anything in it.
+    """Return what changes when a file is written; None if it is missing or empty.
 
-    Compared with itself, never with the clock: an unset clock may be put right during a stage.
+    Two stamps are compared, never one with the clock, which may be put right during a stage.
     """
     try:
         stat = path.stat()
