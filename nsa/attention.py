@@ -38,8 +38,6 @@ from nsa.untraced import untraced
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# ---- checks --------------------------------------------------------------------------------------
-
 
 def _check_float(name: str, x: Tensor, other: Tensor, owner: str = "q's") -> None:
     if x.dtype not in _DTYPES:
@@ -218,9 +216,6 @@ def _check_block_indices(block_indices: Tensor, block_size: int, keys: int) -> N
         torch._assert_async(largest < blocks, must)
     elif largest >= blocks:
         raise ValueError(f"{must}, got {int(largest)}")
-
-
-# ---- branches ------------------------------------------------------------------------------------
 
 
 @transformable

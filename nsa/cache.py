@@ -341,8 +341,6 @@ class NSACache(CacheRows):
         """Rotary angles in fp64: [.., D/2]."""
         return positions[..., None] * self.frequencies
 
-    # ---- growing and shrinking --------------------------------------------------------------
-
     @torch.no_grad()
     def append(
         self, new: BranchKV, phi_k: Callable[[Tensor], Tensor], phi_v: Callable[[Tensor], Tensor]
@@ -573,8 +571,6 @@ class NSACache(CacheRows):
         self.k_sel, self.v_sel = self._buffers(self._rows_of("sel", self.max_len))
         for was, now in zip(old, (self.k_cmp, self.v_cmp, self.k_sel, self.v_sel), strict=True):
             now[:, : was.shape[1]] = was
-
-    # ---- counting ---------------------------------------------------------------------------
 
     def record_reads(
         self, block_indices: Tensor, n_cmp: int | None = None, n_win: int | None = None

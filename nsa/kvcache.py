@@ -131,8 +131,6 @@ class KVCaches(CacheRows, BranchKV):
         return self._between("win", first, self.length)
 
 
-# ---- checks --------------------------------------------------------------------------------------
-
 Given = dict[str, Any]  # arguments by their names
 
 
@@ -256,9 +254,6 @@ def _check_values(
                 )
 
 
-# ---- rotary embedding ----------------------------------------------------------------------------
-
-
 def _check_rotary(cos: Any, sin: Any, q: Tensor, capacity: int) -> None:
     if cos is None or sin is None:
         raise ValueError("rotary_cos and rotary_sin go together")
@@ -271,9 +266,6 @@ def _check_rotary(cos: Any, sin: Any, q: Tensor, capacity: int) -> None:
         )
     _check_beside("rotary_cos", cos, q, tuple(cos.shape))
     _check_beside("rotary_sin", sin, q, tuple(cos.shape), "rotary_cos's")
-
-
-# ---- the call ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -523,9 +515,6 @@ def _attend(
     if many or route not in (None, Route.TRITON):
         return decode_composed(args, flags)[0]
     return dispatch.run(Branch.STEP, STEP, args, flags, backend, key_len=caches.max_len)[0][0]
-
-
-# ---- beams and memory ----------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -116,9 +116,6 @@ def clean(block_indices: Tensor, block_size: int, cu_seqlens: Tensor | None = No
     return x.masked_fill(x == far, -1).to(torch.int32)
 
 
-# ---- flash-linear-attention ----------------------------------------------------------------------
-
-
 def from_fla(
     block_indices: Tensor, block_counts: Tensor | int, block_size: int,
     cu_seqlens: Tensor | None = None,
@@ -146,9 +143,6 @@ def to_fla(block_indices: Tensor) -> tuple[Tensor, Tensor]:
     return x.long(), (x >= 0).sum(-1)
 
 
-# ---- native_sparse_attention, flash_nsa ----------------------------------------------------------
-
-
 def from_topk(
     topk_idx: Tensor, block_size: int, cu_seqlens: Tensor, *, marked: bool = True
 ) -> Tensor:
@@ -171,9 +165,6 @@ def to_topk(block_indices: Tensor) -> Tensor:
     many blocks, as select_blocks does.
     """
     return permute(block_indices, "TGn", "GTn").contiguous()
-
-
-# ---- ranges of tokens and masks ------------------------------------------------------------------
 
 
 def to_ranges(block_indices: Tensor, block_size: int, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -51,8 +51,6 @@ from nsa.untraced import untraced
 Compression = Callable[[Tensor], Tensor]
 _MAX_NDIM = 8
 
-# ---- who holds what ------------------------------------------------------------------------------
-
 
 def chunk_length(S: int, world: int) -> int:
     """Tokens per chunk of a sequence of S tokens. ValueError unless 2 * world divides S."""
@@ -114,8 +112,6 @@ def unshard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
     return exchange.in_order(whole.view(world, *parts.shape), 0).flatten(0, 1).movedim(0, dim)
 
 
-# ---- agreement -----------------------------------------------------------------------------------
-
 _NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -173,9 +169,6 @@ def _agree_on_arguments(
 
     exchange.agree_on(describe, [*_NAMES, rest], group, "arguments")
     return made[0]
-
-
-# ---- attention -----------------------------------------------------------------------------------
 
 
 def _before(tails: Tensor, chunk: int, c: int, window: int) -> Tensor:
