@@ -116,6 +116,13 @@ def clean(block_indices: Tensor, block_size: int, cu_seqlens: Tensor | None = No
     return x.masked_fill(x == far, -1).to(torch.int32)
 
 
+def first_slots(block_indices: Tensor, block_counts: Tensor | int) -> Tensor:
+    """block_indices [.., n] with -1 behind the first block_counts (int or [..]) slots of a row."""
+    slot = torch.arange(block_indices.shape[-1], device=block_indices.device)
+    counts = block_counts[..., None] if isinstance(block_counts, Tensor) else block_counts
+    return block_indices.masked_fill(slot >= counts, -1)
+
+
 def from_fla(
     block_indices: Tensor, block_counts: Tensor | int, block_size: int,
     cu_seqlens: Tensor | None = None,
@@ -124,9 +131,7 @@ def from_fla(
 
     With cu_seqlens they are [1, T, H, S]; ours is then packed [T, G, n].
     """
-    slot = torch.arange(block_indices.shape[-1], device=block_indices.device)
-    counts = block_counts[..., None] if isinstance(block_counts, Tensor) else block_counts
-    x = block_indices.masked_fill(slot >= counts, -1)
+    x = first_slots(block_indices, block_counts)
     if cu_seqlens is not None:
         if x.ndim != 4 or x.shape[0] != 1:
             raise ValueError(f"block_indices must be [1, T, H, S], got shape {list(x.shape)}")
