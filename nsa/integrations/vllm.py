@@ -274,13 +274,7 @@ class NSAPages(nn.Module, AttentionLayerBase):
     """One cache of a layer, as vLLM sees it: rows of G heads of `width`, one for `every` tokens."""
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        name: str,
-        groups: int,
-        width: int,
-        every: int,
-        impl: NSAImpl,
+        self, vllm_config: VllmConfig, name: str, groups: int, width: int, every: int, impl: NSAImpl
     ) -> None:
         super().__init__()
         self.groups, self.width, self.every, self.impl = groups, width, every, impl
