@@ -20,207 +20,27 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nsa import dispatch, failed, rungs, settled
+from nsa import arguments, dispatch, failed, rungs, settled
 from nsa.arrival import await_selection
-from nsa.blocks import is_symbol, num_compressed, num_sel_blocks, smaller
+from nsa.blocks import is_symbol, num_compressed, smaller
 from nsa.cache import BranchKV, NSACache
-from nsa.checks import needs_grad, refuse_export, scale_of
+from nsa.checks import needs_grad, scale_of
 from nsa.compress import mean_pool
-from nsa.config import NSAConfig, check_blocks, check_choice, check_compression, check_int
+from nsa.config import (
+    NSAConfig,
+    check_blocks,
+    check_choice,
+    check_compression,
+    check_int,
+    check_sizes,
+)
 from nsa.dispatch import Backend, Branch, Route
 from nsa.errors import told
 from nsa.flags import Flags
-from nsa.layouts import gates_inside, seen_rows
+from nsa.layouts import first_slots, gates_inside, seen_rows
 from nsa.log import log
-from nsa.nested import refuse_nested
 from nsa.transforms import refuse_vmap, transformable
 from nsa.untraced import untraced
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-# ---- checks --------------------------------------------------------------------------------------
-
-
-def _check_float(name: str, x: Tensor, other: Tensor, owner: str = "q's") -> None:
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
-    if x.device != other.device:
-        raise ValueError(f"{name} must be on {owner} device {other.device}, got {x.device}")
-
-
-# By the dimensions that are wanted and those that are there.
-_OTHER_FORM = {
-    (4, 3): ": one sequence is x[None], packed sequences need cu_seqlens",
-    (3, 4): ": with cu_seqlens sequences are packed, without a batch",
-}
-_HEADS_FIRST = ": these look like [B, H, S, D]; give x.transpose(1, 2) of q, k and v"
-
-
-def _check_tensors(
-    q: Tensor, k: Tensor, v: Any, cu_seqlens: Tensor | None, kv: str = "", *,
-    keys_only: bool = False,
-) -> None:  # fmt: skip
-    """Raise TypeError or ValueError that names the tensor unless shapes and dtypes agree."""
-    k_name, v_name = f"k{kv}", f"v{kv}"
-    named = [("q", q), (k_name, k)] + ([] if keys_only else [(v_name, v)])
-    ndim, lead = (4, "[B, S, H, D]") if cu_seqlens is None else (3, "[T, H, D]")
-    for name, x in named:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        refuse_nested(name, x)
-        if x.ndim != ndim:
-            hint = _OTHER_FORM.get((ndim, x.ndim), "")
-            raise ValueError(f"{name} must be {lead}, got shape {list(x.shape)}{hint}")
-        _check_float(name, x, q)
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-    if ndim == 4 and k.shape[0] != q.shape[0]:
-        raise ValueError(f"{k_name} must have q's batch {q.shape[0]}, got {list(k.shape)}")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"{k_name} must have q's Dk={q.shape[-1]}, got {list(k.shape)}")
-    if not keys_only and v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(
-            f"{v_name} must be {k_name} but for Dv: {list(k.shape[:-1])} + [Dv], got "
-            f"{list(v.shape)}"
-        )
-    HQ, G = q.shape[-2], k.shape[-2]
-    if G == 0 or HQ % G:
-        raise ValueError(f"q must have a multiple of {k_name}'s G={G} heads, got HQ={HQ}")
-    if q.shape[-1] == 0 or (not keys_only and v.shape[-1] == 0):
-        raise ValueError("head dimensions must be at least 1")
-
-
-def _check_beside(
-    name: str, x: Any, other: Tensor, shape: tuple[int, ...], owner: str = "q's"
-) -> None:
-    """Raise unless x is a float tensor of this shape on other's device, of whichever dtype."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    refuse_nested(name, x)
-    if x.shape != shape:
-        raise ValueError(f"{name} must be {list(shape)}, got {list(x.shape)}")
-    _check_float(name, x, other, owner)
-
-
-def check_packed(cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor) -> int | None:
-    """max_seqlen of packed tokens x [T, ..]; without it a GPU has to be waited for.
-
-    Raises TypeError or ValueError that names the argument. With max_seqlen, values of cu_seqlens
-    are checked on CPU only; on a GPU kernels that need max_seqlen stop the device if it is too
-    small, others do without it.
-    """
-    if max_seqlen is not None:
-        check_int("max_seqlen", max_seqlen, 0)
-    if cu_seqlens is None:
-        if max_seqlen is not None:
-            raise ValueError("max_seqlen needs cu_seqlens")
-        return None
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-        kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
-        raise TypeError(f"cu_seqlens must be an int32 tensor, got {kind}")
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens must be [nseq + 1], got shape {list(cu_seqlens.shape)}")
-    if cu_seqlens.device != x.device:
-        raise ValueError(
-            f"cu_seqlens must be on the tokens' device {x.device}, got {cu_seqlens.device}"
-        )
-    if cu_seqlens.is_cuda and max_seqlen is not None:
-        return max_seqlen
-    refuse_export("cu_seqlens")
-    tokens, ends = x.shape[0], cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
-    if ends[0] != 0 or ends[-1] > tokens or min(lengths) < 0:
-        raise ValueError(f"cu_seqlens must rise from 0 to T={tokens} or less, got {ends}")
-    if max_seqlen is not None and max_seqlen < max(lengths):
-        raise ValueError(f"max_seqlen must be at least {max(lengths)}, got {max_seqlen}")
-    return max(lengths)
-
-
-def _check_start(q_start: int, cu_seqlens: Tensor | None) -> None:
-    check_int("q_start", q_start, 0)
-    if q_start and cu_seqlens is not None:
-        raise ValueError(f"q_start must be 0 with cu_seqlens, got {q_start}")
-
-
-def _check_reach(name: str, k: Tensor, q: Tensor, q_start: int, cu_seqlens: Tensor | None) -> None:
-    """k must hold the key of every query; packed keys are those of the queries and no more."""
-    have = k.shape[-3]
-    if cu_seqlens is not None and have != q.shape[0]:
-        raise ValueError(f"{name} must have q's T={q.shape[0]} packed tokens, got {have}")
-    if cu_seqlens is None and have < q_start + q.shape[1]:
-        raise ValueError(
-            f"{name} must hold keys up to the last query at {q_start + q.shape[1] - 1}, got {have} "
-            f"keys{_HEADS_FIRST if q.shape[1] < q.shape[2] == k.shape[2] else ''}"
-        )
-
-
-def _check_window(
-    k_win: Tensor, q: Tensor, window: int, q_start: int, cu_seqlens: Tensor | None
-) -> None:
-    """The last query stands at k_win's last key, and the first one's window must be there."""
-    if cu_seqlens is not None:
-        return _check_reach("k_win", k_win, q, 0, cu_seqlens)
-    S, have = q.shape[1], k_win.shape[1]
-    least, most = min(q_start, window - 1) + S, q_start + S
-    if S and not least <= have <= most:
-        raise ValueError(
-            f"k_win must have {least} to {most} keys, of which the last is the last query's, got "
-            f"{have}"
-        )
-
-
-def _check_compressed_count(
-    k_cmp: Tensor, q: Tensor, l: int, d: int, q_start: int, cu_seqlens: Tensor | None,
-    raw: int | None = None,
-) -> None:  # fmt: skip
-    """k_cmp must hold every compressed key that the last query may see. It may be a longer buffer,
-    but not as long as the keys before compression, of which there are `raw`."""
-    have = k_cmp.shape[-3]
-    if cu_seqlens is None:
-        need, where = num_compressed(q_start + q.shape[1], l, d), "q_start + S tokens"
-        raw = q_start + q.shape[1] if raw is None else raw
-        # Traced for every length there are a few more, see block_windows().
-        many = not is_symbol(have) and have > need
-        if many and have >= raw and have > num_compressed(raw, l, d):
-            raise ValueError(
-                f"k_cmp must have {need} compressed keys for {where}, got {have}, where there are "
-                f"{raw} raw keys: nsa.compress makes one of several; cut a buffer, k_cmp[:, :n]"
-            )
-    elif cu_seqlens.is_cuda:
-        most = q.shape[0] // d  # without waiting for the sequences' lengths
-        if not torch.compiler.is_compiling() and have > most:
-            raise ValueError(
-                f"k_cmp must have at most T // d = {most} compressed keys for T={q.shape[0]} "
-                f"packed tokens, got {have}"
-            )
-        return
-    else:
-        need = int(num_compressed(cu_seqlens[1:] - cu_seqlens[:-1], l, d).sum())
-        where = "the packed sequences"
-    if have < need or (cu_seqlens is not None and have != need):
-        raise ValueError(f"k_cmp must have {need} compressed keys for {where}, got {have}")
-
-
-def _check_block_indices(block_indices: Tensor, block_size: int, keys: int) -> None:
-    """No block may lie behind the last of so many keys: such indices are of another block size.
-
-    Raises ValueError on a CPU. A GPU, which nobody shall wait for, and a compiled graph check by an
-    assertion of their own; under vmap, where values cannot be had, nothing is checked.
-    """
-    if not block_indices.numel() or block_indices.device.type == "meta":
-        return
-    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(block_indices):
-        return
-    blocks = num_sel_blocks(keys, block_size)
-    must = f"block_indices must be below {blocks}, the blocks of {block_size} in {keys} keys"
-    largest = block_indices.max()
-    if block_indices.is_cuda or torch.compiler.is_compiling():
-        torch._assert_async(largest < blocks, must)
-    elif largest >= blocks:
-        raise ValueError(f"{must}, got {int(largest)}")
-
-
-# ---- branches ------------------------------------------------------------------------------------
 
 
 @transformable
@@ -244,11 +64,10 @@ def compressed_attention(
     >>> (lse > float("-inf"))[0, :, 0].nonzero()[0].item()  # the first query behind a whole block
     31
     """
-    _check_tensors(q, k_cmp, v_cmp, cu_seqlens, "_cmp")
+    arguments.check_tensors(q, k_cmp, v_cmp, cu_seqlens, "_cmp")
     check_compression(l, d)
-    _check_start(q_start, cu_seqlens)
-    max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
-    _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
+    max_seqlen = arguments.check_packed(cu_seqlens, max_seqlen, q, q_start)
+    arguments.check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
     args = dict(
         q=q, k=k_cmp, v=v_cmp, l=l, d=d, q_start=q_start,
@@ -284,14 +103,13 @@ def select_blocks(
     >>> blocks[0, 255, 0].tolist(), blocks[0, 70, 0].tolist()  # the first block and the last two
     ([0, 2, 3], [0, 1, -1])
     """
-    _check_tensors(q, k_cmp, None, cu_seqlens, "_cmp", keys_only=True)
+    arguments.check_tensors(q, k_cmp, k_cmp, cu_seqlens, "_cmp")
     check_blocks(l, d, l_sel)
     check_choice(n_sel, n_init, n_local)
-    _check_start(q_start, cu_seqlens)
-    max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
-    _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
+    max_seqlen = arguments.check_packed(cu_seqlens, max_seqlen, q, q_start)
+    arguments.check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens)
     if lse is not None:
-        _check_beside("lse", lse, q, q.shape[:-1])
+        arguments.check_beside("lse", lse, q, q.shape[:-1])
     flags = dispatch.resolve_flags(flags, q)
     args = dict(
         q=q.detach(), k=k_cmp.detach(), v=k_cmp.detach(), lse=None if lse is None else lse.detach(),
@@ -385,18 +203,17 @@ def _counted(block_indices: Tensor | None, block_counts: Tensor | int) -> Tensor
     if not isinstance(block_indices, Tensor):
         raise ValueError("block_counts needs block_indices")
     if isinstance(block_counts, Tensor):
-        if block_counts.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"block_counts must be int32 or int64, got {block_counts.dtype}")
+        arguments.check_dtype(
+            "block_counts", block_counts, "int32 or int64", torch.int32, torch.int64
+        )
         if block_counts.shape != block_indices.shape[:-1]:
             raise ValueError(
                 f"block_counts must be {list(block_indices.shape[:-1])}, as block_indices without "
                 f"its last dimension, got {list(block_counts.shape)}"
             )
-        block_counts = block_counts[..., None]
     else:
         check_int("block_counts", block_counts, 0)
-    slot = torch.arange(block_indices.shape[-1], device=block_indices.device)
-    return block_indices.masked_fill(slot >= block_counts, -1)
+    return first_slots(block_indices, block_counts)
 
 
 def _selected(
@@ -407,39 +224,18 @@ def _selected(
 ) -> Any:  # fmt: skip
     """selection_attention; not `alone` it is a branch of a whole attention, which has no threshold.
     What Triton serves is kept under settled_by."""
-    _check_tensors(q, k, v, cu_seqlens)
-    _check_start(q_start, cu_seqlens)
+    arguments.check_tensors(q, k, v, cu_seqlens)
     check_int("block_size", block_size, 1)
-    max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
-    if (block_indices is None) == (ranges is None):
-        raise ValueError("give either block_indices or ranges")
-    rows = [*q.shape[:-2], k.shape[-2]]
-    name, given = ("ranges", ranges) if block_indices is None else ("block_indices", block_indices)
-    tail = [2] if block_indices is None else []
-    if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
-        kind = getattr(given, "dtype", type(given).__name__)
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {kind}")
-    if (
-        given.ndim != len(rows) + 1 + len(tail)
-        or [*given.shape[: len(rows)]] != rows
-        or (tail and given.shape[-1] != 2)
-    ):
-        hint = ""
-        if cu_seqlens is None and sorted(given.shape[1:3]) == sorted((q.shape[2], k.shape[1])):
-            hint = _HEADS_FIRST
-        elif [*given.shape[: len(rows)]] == [*rows[:-2], rows[-1], rows[-2]]:
-            hint = f": give {name}.transpose({len(rows) - 2}, {len(rows) - 1})"
-        raise ValueError(f"{name} must be {[*rows, 'n', *tail]}, got {list(given.shape)}{hint}")
-    if given.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {given.device}")
+    max_seqlen = arguments.check_packed(cu_seqlens, max_seqlen, q, q_start)
+    arguments.check_chosen(q, k, block_indices, ranges, cu_seqlens)
     if cu_seqlens is not None or ranges is None:
-        _check_reach("k", k, q, q_start, cu_seqlens)
+        arguments.check_reach("k", k, q, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
     # Upper bounds: true lengths would need values of the device, which is a wait.
     key_len = k.shape[-3] if max_seqlen is None else max_seqlen
     if block_indices is not None:
         if alone:
-            _check_block_indices(block_indices, block_size, key_len)
+            arguments.check_block_indices(block_indices, block_size, key_len)
         key_len = smaller(block_indices.shape[-1] * block_size, key_len)
     args = dict(
         q=q, k=k, v=v, block_indices=block_indices, ranges=ranges, block_size=block_size,
@@ -454,7 +250,8 @@ def _selected(
         call: Any = rungs.selected_again(args, flags)
 
         def checked(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Any:
-            _check_block_indices(blocks, block_size, k.shape[1])  # values differ from call to call
+            # Values differ from call to call.
+            arguments.check_block_indices(blocks, block_size, k.shape[1])
             return call(q, k, v, blocks)
 
         settled.keep(settled_by, call if block_indices is None else checked)
@@ -472,13 +269,12 @@ def sliding_attention(
     Query s stands at key position t = q_start + s, by default such that the last query stands at
     the last key.
     """
-    _check_tensors(q, k, v, cu_seqlens)
+    arguments.check_tensors(q, k, v, cu_seqlens)
     check_int("window", window, 1)
-    max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
     if q_start is None:
         q_start = 0 if cu_seqlens is not None else max(k.shape[1] - q.shape[1], 0)
-    _check_start(q_start, cu_seqlens)
-    _check_reach("k", k, q, q_start, cu_seqlens)
+    max_seqlen = arguments.check_packed(cu_seqlens, max_seqlen, q, q_start)
+    arguments.check_reach("k", k, q, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
     args = dict(
         q=q, k=k, v=v, window=window, q_start=q_start,
@@ -507,13 +303,13 @@ def merge_state(
     >>> out, lse = merge_state(*attend(block(0)), *attend(block(1)))
     >>> torch.testing.assert_close(out, attend(torch.cat([block(0), block(1)], -1))[0])
     """
-    named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if not out_a.ndim:
-            raise ValueError("out_a must be [.., HQ, Dv], got shape []")
-        _check_beside(name, x, out_a, out_a.shape[: out_a.ndim - (name[0] == "l")], "out_a's")
+    arguments.check_tensor("out_a", out_a)
+    if not out_a.ndim:
+        raise ValueError("out_a must be [.., HQ, Dv], got shape []")
+    arguments.check_beside("out_a", out_a, out_a, out_a.shape, "out_a's")
+    arguments.check_beside("lse_a", lse_a, out_a, out_a.shape[:-1], "out_a's")
+    arguments.check_beside("out_b", out_b, out_a, out_a.shape, "out_a's")
+    arguments.check_beside("lse_b", lse_b, out_a, out_a.shape[:-1], "out_a's")
     wide = torch.promote_types(out_a.dtype, torch.float32)
     lses = torch.stack([lse_a.to(wide), lse_b.to(wide)])
     empty = lses.isinf()
@@ -577,11 +373,10 @@ def nsa_attention(
     """Native Sparse Attention: compressed, selected and sliding attention, gated (Eq. 5).
 
     q [B, S, HQ, Dk]; k_cmp, v_cmp already compressed [B, Nc, G, D], Nc < N; k_sel, v_sel
-    [B, N, G, D] and
-    k_win, v_win, each branch with its own projection; gates [B, S, HQ, 3] (cmp, sel, win), any
-    real numbers; the paper's are after a sigmoid. A chunk of a sequence, or decoding: q_start is
-    the position of the first query; the last query stands at k_win's last key, so k_win may leave
-    out what lies before the first query's window.
+    [B, N, G, D] and k_win, v_win, each branch with its own projection; gates [B, S, HQ, 3] (cmp,
+    sel, win), any real numbers; the paper's are after a sigmoid. A chunk of a sequence, or
+    decoding: q_start is the position of the first query; the last query stands at k_win's last key,
+    so k_win may leave out what lies before the first query's window.
 
     Returns out [B, S, HQ, Dv]; with return_aux also {"block_indices", "lse", "routes": {branch:
     route really taken}}. Raises ValueError or TypeError that names the argument.
@@ -597,72 +392,77 @@ def nsa_attention(
         if (out := settled.again(settled_by, *tensors, *ends)) is not None:
             return out
     for kv, k, v in (("_cmp", k_cmp, v_cmp), ("_sel", k_sel, v_sel), ("_win", k_win, v_win)):
-        _check_tensors(q, k, v, cu_seqlens, kv)
-    _check_beside("gates", gates, q, (*q.shape[:-1], 3))
+        arguments.check_tensors(q, k, v, cu_seqlens, kv)
+    arguments.check_beside("gates", gates, q, (*q.shape[:-1], 3))
     for name, x in (("k_sel", k_sel), ("k_win", k_win)):
         if x.shape[-2] != k_cmp.shape[-2]:
             raise ValueError(f"{name} must have k_cmp's G={k_cmp.shape[-2]}, got {list(x.shape)}")
     for name, x in (("v_sel", v_sel), ("v_win", v_win)):
         if x.shape[-1] != v_cmp.shape[-1]:
             raise ValueError(f"{name} must have v_cmp's Dv={v_cmp.shape[-1]}, got {list(x.shape)}")
-    check_blocks(l, d, l_sel)
-    check_choice(n_sel, n_init, n_local)
-    check_int("window", window, 1)
-    _check_start(q_start, cu_seqlens)
-    max_seqlen = check_packed(cu_seqlens, max_seqlen, q)
-    _check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens, k_sel.shape[-3])
-    _check_reach("k_sel", k_sel, q, q_start, cu_seqlens)
-    _check_window(k_win, q, window, q_start, cu_seqlens)
+    sizes = check_sizes(
+        l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window
+    )
+    max_seqlen = arguments.check_packed(cu_seqlens, max_seqlen, q, q_start)
+    arguments.check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens, k_sel.shape[-3])
+    arguments.check_reach("k_sel", k_sel, q, q_start, cu_seqlens)
+    arguments.check_window(k_win, q, window, q_start, cu_seqlens)
     if cu_seqlens is not None:
         gates = gates_inside(gates, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
-    common: dict[str, Any] = dict(
-        softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, flags=flags
-    )
-    choice: Any = dispatch.kernel_or_reference(backend)
-
-    def by_branches() -> tuple[Tensor, dict[str, Any]]:
-        k, v = k_cmp, v_cmp
-        if cu_seqlens is None:  # what is behind them in a longer buffer is nobody's
-            n = num_compressed(q_start + q.shape[1], l, d)
-            if is_symbol(k.shape[1]):  # no length to cut at: zeros, which nobody sees
-                own = (torch.arange(k.shape[1], device=k.device) < n)[:, None, None]
-                k, v = (torch.where(own, x, 0) for x in (k, v))
-            else:
-                k, v = (seen_rows(x, n, cu_seqlens) for x in (k, v))
-        with dispatch.trace() as taken:
-            cmp, lse = compressed_attention(
-                q, k, v, l=l, d=d, q_start=q_start, backend=backend, **common
-            )
-            block_indices = select_blocks(
-                q, k, lse, l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local,
-                q_start=q_start, backend=choice, **common,
-            )  # fmt: skip
-            win = sliding_attention(q, k_win, v_win, window=window, backend=backend, **common)
-            await_selection()
-            sel = _selected(
-                q, k_sel, v_sel, block_indices, None, l_sel, q_start, backend=backend, alone=False,
-                **common,
-            )  # fmt: skip
-        routes = {decision.branch.value: decision.route.value for decision in taken}
-        aux = {"block_indices": block_indices, "lse": lse, "routes": routes}
-        return gated_sum(gates, cmp, sel, win), aux
-
-    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window)
+    args = dict(
+        tensors=(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates), sizes=sizes,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_start=q_start,
+        softmax_scale=scale_of(softmax_scale, q.shape[-1]),
+    )  # fmt: skip
+    by_branches = functools.partial(_by_branches, args, flags, backend)
     if not q.numel():
         out, aux = by_branches()
     else:
-        args = dict(
-            tensors=tensors, sizes=sizes, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            q_start=q_start, softmax_scale=scale_of(softmax_scale, q.shape[-1]),
-        )  # fmt: skip
         out, aux, whole = dispatch.run_prefill(
             args, rungs.prefill_triton, by_branches, flags, backend
         )
         if whole and settled_by is not None:
             settled.keep(settled_by, rungs.prefill_again(args, flags))
     return (out, aux) if return_aux else out
+
+
+def _by_branches(
+    args: dict[str, Any], flags: Flags, backend: Backend | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """nsa_attention's output and aux, each branch by a route of its own."""
+    q, k, v, k_sel, v_sel, k_win, v_win, gates = args["tensors"]
+    q_start, cu_seqlens = args["q_start"], args["cu_seqlens"]
+    choose = dict(args["sizes"])
+    window, l, d = choose.pop("window"), choose["l"], choose["d"]
+    common: dict[str, Any] = dict(
+        softmax_scale=args["softmax_scale"], cu_seqlens=cu_seqlens, max_seqlen=args["max_seqlen"],
+        flags=flags,
+    )  # fmt: skip
+    if cu_seqlens is None:  # what is behind them in a longer buffer is nobody's
+        n = num_compressed(q_start + q.shape[1], l, d)
+        if is_symbol(k.shape[1]):  # no length to cut at: zeros, which nobody sees
+            own = (torch.arange(k.shape[1], device=k.device) < n)[:, None, None]
+            k, v = (torch.where(own, x, 0) for x in (k, v))
+        else:
+            k, v = (seen_rows(x, n, cu_seqlens) for x in (k, v))
+    with dispatch.trace() as taken:
+        cmp, lse = compressed_attention(
+            q, k, v, l=l, d=d, q_start=q_start, backend=backend, **common
+        )
+        choice: Any = dispatch.kernel_or_reference(backend)
+        block_indices = select_blocks(
+            q, k, lse, q_start=q_start, backend=choice, **choose, **common
+        )
+        win = sliding_attention(q, k_win, v_win, window=window, backend=backend, **common)
+        await_selection()
+        sel = _selected(
+            q, k_sel, v_sel, block_indices, None, choose["l_sel"], q_start, backend=backend,
+            alone=False, **common,
+        )  # fmt: skip
+    routes = {decision.branch.value: decision.route.value for decision in taken}
+    aux = {"block_indices": block_indices, "lse": lse, "routes": routes}
+    return gated_sum(gates, cmp, sel, win), aux
 
 
 def nsa_attention_shared_kv(
@@ -701,7 +501,7 @@ def nsa_attention_shared_kv(
     >>> list(out.shape), list(last.shape)
     ([1, 96, 4, 8], [1, 1, 4, 8])
     """
-    _check_tensors(q, k, v, cu_seqlens)
+    arguments.check_tensors(q, k, v, cu_seqlens)
     check_compression(l, d)
     q_start = 0 if cu_seqlens is not None else k.shape[1] - q.shape[1]
     if q_start < 0:
@@ -815,6 +615,29 @@ def decode_composed(args: dict[str, Any], flags: Flags) -> tuple[Tensor, Tensor]
 STEP = {Route.TRITON: rungs.step_triton, Route.REFERENCE: decode_composed}
 
 
+def step_args(
+    q: Tensor, cache: Any, window: tuple[Tensor, Tensor] | None, gates: Tensor,
+    softmax_scale: float, backend: Backend | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments of the rungs in STEP; cache: an NSACache, or the KVCaches of nsa/kvcache.py."""
+    return dict(
+        q=q, k=cache.k_sel, v=cache.v_sel, cache=cache, window=window, gates=gates,
+        sizes=cache.sizes, softmax_scale=softmax_scale, backend=backend,
+    )  # fmt: skip
+
+
+def run_step(
+    args: dict[str, Any], flags: Flags, prefill: bool, key_len: int
+) -> tuple[tuple[Tensor, Tensor], Route | None]:
+    """Attend from a cache by one of STEP's rungs, and say by which; by nsa_attention, whose
+    branches take routes of their own, for `prefill` and where another route is named."""
+    backend = args["backend"]
+    if prefill or dispatch.parse_backend(backend) not in (None, Route.TRITON):
+        return decode_composed(args, flags), None
+    result, decision = dispatch.run(Branch.STEP, STEP, args, flags, backend, key_len=key_len)
+    return result, decision.route
+
+
 @untraced  # as NSAAttention.step
 def nsa_decode(
     q: Tensor, cache: NSACache, window: tuple[Tensor, Tensor] | None, gates: Tensor, *,
@@ -832,10 +655,10 @@ def nsa_decode(
     def check() -> dict[str, Any]:
         c = cache.config
         T = q.shape[1] if isinstance(q, Tensor) and q.ndim == 4 else 0
-        _check_beside("q", q, cache.k_sel, (cache.batch, T, c.heads, c.d_k), "the cache's")
+        arguments.check_beside("q", q, cache.k_sel, (cache.batch, T, c.heads, c.d_k), "the cache's")
         if q.dtype != cache.dtype:
             raise TypeError(f"q must have the cache's {cache.dtype}, got {q.dtype}")
-        _check_beside("gates", gates, q, (*q.shape[:-1], 3))
+        arguments.check_beside("gates", gates, q, (*q.shape[:-1], 3))
         if T > min(cache.lengths):
             raise ValueError(f"q must be of tokens in the cache: T={T}, lengths {cache.lengths}")
         return {"T": T, "softmax_scale": scale_of(softmax_scale, c.d_k)}
@@ -855,10 +678,8 @@ def decode_appended(
     flags = dispatch.resolve_flags(flags, q)
     if cache.parallel:
         return cache.attend(q, window, gates, softmax_scale, backend, flags)
-    args = dict(
-        q=q, k=cache.k_sel, v=cache.v_sel, cache=cache, window=window, gates=gates,
-        sizes=cache.sizes, softmax_scale=scale_of(softmax_scale, q.shape[-1]), backend=backend,
-    )  # fmt: skip
+    scale = scale_of(softmax_scale, q.shape[-1])
+    args = step_args(q, cache, window, gates, scale, backend)
     key = (backend, flags)
     # Many tokens at once are work for the prefill kernels, which have a gradient too.
     prefill = (
@@ -876,10 +697,7 @@ def decode_appended(
             if dispatch.must_raise(error):
                 raise
             cache.fused_step.discard(key)  # run() meets the error again and tells of it
-    route = dispatch.parse_backend(backend)
-    if prefill or route not in (None, Route.TRITON):
-        return decode_composed(args, flags)
-    result, decision = dispatch.run(Branch.STEP, STEP, args, flags, backend, key_len=cache.length)
-    if decision.route is Route.TRITON:
+    result, route = run_step(args, flags, prefill, cache.length)
+    if route is Route.TRITON:
         cache.fused_step.add(key)
     return result

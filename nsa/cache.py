@@ -302,22 +302,19 @@ class NSACache(CacheRows):
     def compressed(self) -> tuple[Tensor, Tensor]:
         """The compressed keys and values so far: [B, emitted, G, D]."""
         self._same_length("compressed()")
-        n = self.emitted
-        return self._read("k", self.k_cmp[:, :n]), self._read("v", self.v_cmp[:, :n])
+        return super().compressed()
 
     def selectable(self) -> tuple[Tensor, Tensor]:
         """All raw keys and values of the selection branch: [B, length, G, D]."""
         self._same_length("selectable()")
-        n = self.length
-        return self._read("k", self.k_sel[:, :n]), self._read("v", self.v_sel[:, :n])
+        return super().selectable()
 
     def window(self, T: int) -> tuple[Tensor, Tensor]:
         """What the T <= max_step newest queries slide over: their keys and the w - 1 before."""
         if T > self.max_step:
             raise ValueError(f"T must be at most max_step={self.max_step}, got {T}")
         self._same_length("window()")
-        first = max(0, self.length - T - (self.config.window - 1))
-        return self._between("win", first, self.length)
+        return super().window(T)
 
     def window_with(self, k_win: Tensor, v_win: Tensor) -> tuple[Tensor, Tensor]:
         """The last w - 1 cached tokens, then any number of new ones that are not appended yet."""
@@ -340,8 +337,6 @@ class NSACache(CacheRows):
     def angles(self, positions: Tensor) -> Tensor:
         """Rotary angles in fp64: [.., D/2]."""
         return positions[..., None] * self.frequencies
-
-    # ---- growing and shrinking --------------------------------------------------------------
 
     @torch.no_grad()
     def append(
@@ -448,14 +443,14 @@ class NSACache(CacheRows):
         return turned, gates
 
     def _make_room(self, T: int) -> None:
-        end = self.length + T
-        if end > self.max_len:
-            if not self.growable:
-                raise ValueError(
-                    f"cache holds max_len={self.max_len} tokens, got {self.length} + {T}"
-                )
-            self._grow(end)
+        if self.growable and self.length + T > self.max_len:
+            self._grow(self.length + T)
+        self._check_room(T)
         self.mark_written(T)
+
+    def _check_room(self, T: int) -> None:
+        if self.length + T > self.max_len:
+            raise ValueError(f"cache holds max_len={self.max_len} tokens, got {self.length} + {T}")
 
     def mark_written(self, T: int) -> None:
         """Rows of T tokens after the lengths are overwritten, whether or not the lengths follow."""
@@ -573,8 +568,6 @@ class NSACache(CacheRows):
         self.k_sel, self.v_sel = self._buffers(self._rows_of("sel", self.max_len))
         for was, now in zip(old, (self.k_cmp, self.v_cmp, self.k_sel, self.v_sel), strict=True):
             now[:, : was.shape[1]] = was
-
-    # ---- counting ---------------------------------------------------------------------------
 
     def record_reads(
         self, block_indices: Tensor, n_cmp: int | None = None, n_win: int | None = None

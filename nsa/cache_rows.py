@@ -24,7 +24,8 @@ class CacheRows:
     `batch` sequences of `lengths` tokens, which lens int32 [B] holds on the device.
 
     sizes: those of nsa_attention, by name. dtype: of queries, and of keys and values as they come
-    and go. k_descale, v_descale: fp32 [B, G] where the caches are e4m3.
+    and go. k_descale, v_descale: fp32 [B, G] where the caches are e4m3. block_table: the pages of
+    every sequence, None for caches that are not in pages; ring: win and raw are rings.
     """
 
     batch: int
@@ -33,6 +34,8 @@ class CacheRows:
     max_len: int
     sizes: dict[str, Any]
     dtype: torch.dtype
+    block_table: Tensor | None
+    ring: bool
     k_descale: Tensor | None
     v_descale: Tensor | None
 
@@ -82,8 +85,26 @@ class CacheRows:
 
     def _between(self, kind: str, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Keys and values at positions first to last of every sequence: [B, last - first, G, D]."""
-        here = torch.arange(first, last, device=self.lens.device).expand(self.batch, -1)
-        return self._at(f"k_{kind}", here), self._at(f"v_{kind}", here)
+        names = f"k_{kind}", f"v_{kind}"
+        if self.block_table is None and not (self.ring and kind in ("win", "raw")):
+            k, v = (self._read(name, getattr(self, name)[:, first:last]) for name in names)
+        else:
+            here = torch.arange(first, last, device=self.lens.device).expand(self.batch, -1)
+            k, v = (self._at(name, here) for name in names)
+        return k, v
+
+    # What sequences of one length hold, as nsa_attention takes it.
+
+    def compressed(self) -> tuple[Tensor, Tensor]:
+        return self._between("cmp", 0, self.emitted)
+
+    def selectable(self) -> tuple[Tensor, Tensor]:
+        return self._between("sel", 0, self.length)
+
+    def window(self, T: int) -> tuple[Tensor, Tensor]:
+        """Of the T newest queries: their keys and values and the w - 1 before."""
+        first = max(0, self.length - T - (self.sizes["window"] - 1))
+        return self._between("win", first, self.length)
 
     def _write(self, new: Mapping[str, Tensor], positions: Tensor) -> None:
         """Store x [B, T, G, D], by the names of their caches, at positions [B, T]."""

@@ -1,4 +1,4 @@
-"""Checks of arguments that the public functions and the kernels' wrappers share."""
+"""What public functions and kernel wrappers ask about a call, and the softmax scale of it."""
 
 from __future__ import annotations
 

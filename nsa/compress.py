@@ -36,8 +36,7 @@ def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -
             if l == d:  # is a view of these contiguous? a tracer would have to know S
                 start = torch.arange(S // d + 3, device=x.device)[:, None] * d
                 return x[:, start + torch.arange(l, device=x.device)]
-            return x.unfold(1, l, d).permute(0, 1, 4, 2, 3)
-        if S < l:
+        elif S < l:
             return x.new_zeros(B, 0, l, G, D)
         return x.unfold(1, l, d).permute(0, 1, 4, 2, 3)
     refuse_export("cu_seqlens")

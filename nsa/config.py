@@ -41,11 +41,9 @@ class NSAConfig:
     phi: str = "mlp"
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if f.name in ("rope_base", "phi"):
-                continue
-            check_int(f.name, value, 0 if f.name == "n_init" else 1)
+        for name in ("dim", "heads", "groups", "d_k", "d_v"):
+            check_int(name, getattr(self, name), 1)
+        check_sizes(**self.sizes())
         if self.heads % self.groups:
             raise ValueError(
                 f"groups must divide heads, got heads={self.heads} groups={self.groups}"
@@ -56,8 +54,6 @@ class NSAConfig:
             raise ValueError(f"rope_base must be a finite number above 1, got {self.rope_base!r}")
         if self.phi not in ("mlp", "mean"):
             raise ValueError(f"phi must be 'mlp' or 'mean', got {self.phi!r}")
-        check_blocks(self.l, self.d, self.l_sel)
-        check_choice(self.n_sel, self.n_init, self.n_local)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of one that was pickled when the window was called w as well."""
@@ -173,6 +169,14 @@ def check_blocks(l: int, d: int, l_sel: int) -> None:
         check_int(name, value, 1)
     if l % d or l_sel % d:
         raise ValueError(f"d must divide l and l_sel, got l={l} d={d} l_sel={l_sel}")
+
+
+def check_sizes(**sizes: int) -> dict[str, int]:
+    """nsa_attention's sizes, by their names; a TypeError or ValueError names a wrong one."""
+    check_blocks(sizes["l"], sizes["d"], sizes["l_sel"])
+    check_choice(sizes["n_sel"], sizes["n_init"], sizes["n_local"])
+    check_int("window", sizes["window"], 1)
+    return sizes
 
 
 def check_choice(n_sel: int, n_init: int, n_local: int) -> None:

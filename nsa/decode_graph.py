@@ -117,11 +117,7 @@ class StepGraph:
 
     def _fits(self) -> None:
         for cache in self.caches:
-            if cache.length + self.tokens > cache.max_len:
-                raise ValueError(
-                    f"cache holds max_len={cache.max_len} tokens, "
-                    f"got {cache.length} + {self.tokens}"
-                )
+            cache._check_room(self.tokens)
 
     def __call__(self, x: Tensor) -> Tensor:
         """One step from x, which has the example's shape. Raises ValueError when it is full."""

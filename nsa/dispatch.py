@@ -51,9 +51,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---- from tensors to a request -------------------------------------------------------------------
-
-
 _has_triton = constant(functools.cache(lambda: importlib.util.find_spec("triton") is not None))
 
 
@@ -85,8 +82,6 @@ def make_request(
         request = replace(request, no_fa2=fa2.probe().why_not)
     return request
 
-
-# ---- running -------------------------------------------------------------------------------------
 
 # (The thread that asked, its list). None is every thread: asking who runs would break a graph that
 # torch.compile traces.

@@ -43,9 +43,6 @@ def resolve_group(group: Group) -> dist.ProcessGroup:
     return group
 
 
-# ---- the order of chunks -------------------------------------------------------------------------
-
-
 def halves(x: Tensor) -> Tensor:
     """[B, 2c, G, D] -> [1, B, 2, c, G, D]: this rank's row, its two chunks apart."""
     return x.unflatten(1, (2, -1))[None]
@@ -62,8 +59,6 @@ def by_rank(chunks: Tensor, at: int) -> Tensor:
     early, late = chunks.movedim(at, 0).chunk(2)
     return torch.stack([early, late.flip(0)], at + 1)
 
-
-# ---- collectives ---------------------------------------------------------------------------------
 
 Pending = tuple[Tensor, "dist.Work | None", str]
 Landing = tuple[Pending, Tensor]
@@ -154,9 +149,6 @@ def land(landings: list[Landing]) -> None:
     for pending, whole in landings:
         whole.copy_(in_order(finish(pending), 1).flatten(1, 2))
     landings.clear()  # not before: who asks again after an error has to meet it again
-
-
-# ---- agreement -----------------------------------------------------------------------------------
 
 
 def agree(

@@ -37,12 +37,13 @@ import torch
 from torch import Tensor
 
 from nsa import dispatch, fp8
-from nsa.attention import STEP, _check_beside, _check_float, decode_composed
+from nsa.arguments import check_beside, check_device, check_dtype, check_float
+from nsa.attention import run_step, step_args
 from nsa.blocks import num_compressed
 from nsa.cache import BranchKV
 from nsa.cache_rows import CacheRows
 from nsa.checks import MOST_STEP_ROWS, scale_of
-from nsa.config import NSAConfig, check_blocks, check_choice, check_int
+from nsa.config import NSAConfig, check_int, check_sizes
 from nsa.dispatch import Backend, Branch, Route
 from nsa.flags import Flags
 from nsa.rotary import turn_by
@@ -113,34 +114,8 @@ class KVCaches(CacheRows, BranchKV):
         batch = torch.arange(len(positions), device=positions.device)[:, None]
         return batch * held + (positions % held if ring else positions)
 
-    def _between(self, kind: str, first: int, last: int) -> tuple[Tensor, Tensor]:
-        if self.block_table is None and not (self.ring and kind == "win"):
-            names = f"k_{kind}", f"v_{kind}"
-            k, v = (self._read(name, getattr(self, name)[:, first:last]) for name in names)
-            return k, v
-        return super()._between(kind, first, last)
-
-    def compressed(self) -> tuple[Tensor, Tensor]:
-        return self._between("cmp", 0, self.emitted)
-
-    def selectable(self) -> tuple[Tensor, Tensor]:
-        return self._between("sel", 0, self.length)
-
-    def window(self, T: int) -> tuple[Tensor, Tensor]:
-        first = max(0, self.length - T - (self.sizes["window"] - 1))
-        return self._between("win", first, self.length)
-
-
-# ---- checks --------------------------------------------------------------------------------------
 
 Given = dict[str, Any]  # arguments by their names
-
-
-def _check(name: str, x: Any, q: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise unless x is a tensor of this shape and of q's dtype and device."""
-    _check_beside(name, x, q, shape)
-    if x.dtype != q.dtype:
-        raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
 
 
 def _leading(name: str, x: Any) -> tuple[int, ...]:
@@ -152,17 +127,33 @@ def _leading(name: str, x: Any) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def _check_integers(name: str, x: Any, q: Tensor, ndim: int) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-        kind = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {kind}")
-    wanted = ["B", "blocks"][:ndim]
-    if x.ndim != ndim or len(x) != len(q):
-        raise ValueError(
-            f"{name} must be [{', '.join(wanted)}] with q's B={len(q)}, got {list(x.shape)}"
-        )
-    if x.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+def _check_of_sequences(name: str, x: Any, q: Tensor, *more: str) -> None:
+    """Raise unless x holds integers [B, *more] on q's device."""
+    check_dtype(name, x, "an int32 or int64 tensor", torch.int32, torch.int64)
+    if x.ndim != 1 + len(more) or len(x) != len(q):
+        wanted = ", ".join(["B", *more])
+        raise ValueError(f"{name} must be [{wanted}] with q's B={len(q)}, got {list(x.shape)}")
+    check_device(name, x, q.device)
+
+
+def _lens_of(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
+    """cache_seqlens as int32 [B] on q's device; raises unless it is that, or one number."""
+    if isinstance(cache_seqlens, Tensor):
+        _check_of_sequences("cache_seqlens", cache_seqlens, q)
+        return cache_seqlens.int()
+    check_int("cache_seqlens", cache_seqlens, 0)
+    return torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def _descales(k_descale: Any, v_descale: Any, cache: Tensor, batch: int) -> dict[str, Tensor]:
+    """The descales of FP8 caches such as `cache`, by name; ValueError where others have some."""
+    if cache.dtype == fp8.E4M3:
+        given = dict(k_descale=k_descale, v_descale=v_descale)
+        rest = batch, cache.shape[2], cache.device
+        return {name: fp8.descale_of(name, x, *rest) for name, x in given.items()}
+    if k_descale is not None or v_descale is not None:
+        raise ValueError(f"k_descale and v_descale go with caches of {fp8.E4M3}, got {cache.dtype}")
+    return {}
 
 
 def _check_caches(q: Tensor, caches: Given, paged: bool, ring: bool, sizes: Given) -> None:
@@ -256,9 +247,6 @@ def _check_values(
                 )
 
 
-# ---- rotary embedding ----------------------------------------------------------------------------
-
-
 def _check_rotary(cos: Any, sin: Any, q: Tensor, capacity: int) -> None:
     if cos is None or sin is None:
         raise ValueError("rotary_cos and rotary_sin go together")
@@ -269,11 +257,8 @@ def _check_rotary(cos: Any, sin: Any, q: Tensor, capacity: int) -> None:
             f"rotary_cos must be [positions, rotary_dim / 2] with at least the caches' {capacity} "
             f"positions and rotary_dim up to Dk={q.shape[-1]}, got {list(cos.shape)}"
         )
-    _check_beside("rotary_cos", cos, q, tuple(cos.shape))
-    _check_beside("rotary_sin", sin, q, tuple(cos.shape), "rotary_cos's")
-
-
-# ---- the call ------------------------------------------------------------------------------------
+    check_beside("rotary_cos", cos, q, tuple(cos.shape))
+    check_beside("rotary_sin", sin, q, tuple(cos.shape), "rotary_cos's")
 
 
 @torch.no_grad()
@@ -377,16 +362,16 @@ def nsa_with_kvcache(
     if not isinstance(q, Tensor) or q.ndim != 4 or not q.shape[1] or not q.shape[0]:
         got = list(q.shape) if isinstance(q, Tensor) else type(q).__name__
         raise ValueError(f"q must be [B, T, HQ, Dk] with B and T of at least 1, got {got}")
-    _check_float("q", q, q)
+    check_float("q", q, q)
     B, T, HQ, Dk = q.shape
-    check_blocks(l, d, l_sel)
-    check_choice(n_sel, n_init, n_local)
-    check_int("window", window, 1)
+    sizes = check_sizes(
+        l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window
+    )
     scale = scale_of(softmax_scale, Dk)
     flags = dispatch.resolve_flags(flags, q)
-    _check_beside("gates", gates, q, (B, T, HQ, 3))
+    check_beside("gates", gates, q, (B, T, HQ, 3))
     if block_table is not None:
-        _check_integers("block_table", block_table, q, 2)
+        _check_of_sequences("block_table", block_table, q, "blocks")
         block_table = block_table.contiguous()  # kernels take no strides
     appending = k_sel is not None
     phi = phi_k is not None or phi_v is not None
@@ -402,24 +387,13 @@ def nsa_with_kvcache(
             if x is not None:
                 raise ValueError(f"{name} goes with phi_k and phi_v, which are None")
     named = {f"{name}_cache": x for name, x in held.items()}
-    sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window)
     _check_caches(q, named, block_table is not None, ring, sizes)
-    if isinstance(cache_seqlens, Tensor):
-        _check_integers("cache_seqlens", cache_seqlens, q, 1)
-        lens = cache_seqlens.int()
-    else:
-        check_int("cache_seqlens", cache_seqlens, 0)
-        lens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
+    lens = _lens_of(cache_seqlens, q)
     _check_new(new, held, q, dict(phi_k=phi_k, phi_v=phi_v), dict(k_cmp=k_cmp, v_cmp=v_cmp))
-    layout: dict[str, Any] = dict(block_table=block_table, ring=ring, sizes=sizes, dtype=q.dtype)
-    if k_sel_cache.dtype == fp8.E4M3:
-        for name, given in (("k_descale", k_descale), ("v_descale", v_descale)):
-            layout[name] = fp8.descale_of(name, given, B, k_sel_cache.shape[2], q.device)
-    elif k_descale is not None or v_descale is not None:
-        raise ValueError(
-            f"k_descale and v_descale go with caches of {fp8.E4M3}, got {k_sel_cache.dtype}"
-        )
-    caches = KVCaches(lens=lens + T if appending else lens, **layout, **held)
+    caches = KVCaches(
+        lens=lens + T if appending else lens, block_table=block_table, ring=ring, sizes=sizes,
+        dtype=q.dtype, **_descales(k_descale, v_descale, k_sel_cache, B), **held,
+    )  # fmt: skip
     if rotary_cos is not None or rotary_sin is not None:
         if not appending:
             raise ValueError("rotary_cos must be None without k_sel: the caches hold turned keys")
@@ -495,7 +469,7 @@ def _check_new(new: Given, held: Given, q: Tensor, phi: Given, cmp: Given) -> No
     B, T = q.shape[:2]
     for name, x in new.items():
         if x is not None:
-            _check(name, x, q, (B, T, *held[name].shape[2:]))
+            check_beside(name, x, q, (B, T, *held[name].shape[2:]), dtype=q.dtype)
         elif name[2:] == "sel" or held[name] is not held[f"{name[0]}_sel"]:
             raise ValueError(f"{name} must be given where k_sel is: its cache is another one")
     made, given = (any(x is not None for x in pair.values()) for pair in (phi, cmp))
@@ -507,25 +481,16 @@ def _check_new(new: Given, held: Given, q: Tensor, phi: Given, cmp: Given) -> No
             raise ValueError(f"{name} must be given too: {' and '.join(pairs)} go together")
     for name, x in cmp.items() if given else ():
         n = _leading("k_cmp", cmp["k_cmp"])[1]
-        _check(name, x, q, (B, n, *held[f"{name[0]}_sel"].shape[2:]))
+        check_beside(name, x, q, (B, n, *held[f"{name[0]}_sel"].shape[2:]), dtype=q.dtype)
 
 
 def _attend(
     q: Tensor, caches: KVCaches, gates: Tensor, scale: float, backend: Backend | None, flags: Flags
 ) -> Tensor:
     """Attention of the T newest tokens, by the decode step where it serves so many."""
-    route = dispatch.parse_backend(backend)
-    args = dict(
-        q=q, k=caches.k_sel, v=caches.v_sel, cache=caches, window=None, gates=gates,
-        sizes=caches.sizes, softmax_scale=scale, backend=backend,
-    )  # fmt: skip
     many = q.shape[1] * (q.shape[2] // caches.k_sel.shape[2]) > MOST_STEP_ROWS
-    if many or route not in (None, Route.TRITON):
-        return decode_composed(args, flags)[0]
-    return dispatch.run(Branch.STEP, STEP, args, flags, backend, key_len=caches.max_len)[0][0]
-
-
-# ---- beams and memory ----------------------------------------------------------------------------
+    args = step_args(q, caches, None, gates, scale, backend)
+    return run_step(args, flags, many, caches.max_len)[0][0]
 
 
 @torch.no_grad()
@@ -566,8 +531,8 @@ def reorder_kvcache(
                 )
             cache.copy_(cache.index_select(0, beam_idx))
         return
-    _check_integers("block_table", block_table, beam_idx, 2)
-    _check_integers("cache_seqlens", cache_seqlens, beam_idx, 1)
+    _check_of_sequences("block_table", block_table, beam_idx, "blocks")
+    _check_of_sequences("cache_seqlens", cache_seqlens, beam_idx)
     check_int("page_size", page_size, 1)
     assert cache_seqlens is not None and page_size is not None
     lens, table = cache_seqlens.long()[:, None], block_table.long()

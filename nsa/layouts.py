@@ -116,7 +116,11 @@ def clean(block_indices: Tensor, block_size: int, cu_seqlens: Tensor | None = No
     return x.masked_fill(x == far, -1).to(torch.int32)
 
 
-# ---- flash-linear-attention ----------------------------------------------------------------------
+def first_slots(block_indices: Tensor, block_counts: Tensor | int) -> Tensor:
+    """block_indices [.., n] with -1 behind the first block_counts (int or [..]) slots of a row."""
+    slot = torch.arange(block_indices.shape[-1], device=block_indices.device)
+    counts = block_counts[..., None] if isinstance(block_counts, Tensor) else block_counts
+    return block_indices.masked_fill(slot >= counts, -1)
 
 
 def from_fla(
@@ -127,9 +131,7 @@ def from_fla(
 
     With cu_seqlens they are [1, T, H, S]; ours is then packed [T, G, n].
     """
-    slot = torch.arange(block_indices.shape[-1], device=block_indices.device)
-    counts = block_counts[..., None] if isinstance(block_counts, Tensor) else block_counts
-    x = block_indices.masked_fill(slot >= counts, -1)
+    x = first_slots(block_indices, block_counts)
     if cu_seqlens is not None:
         if x.ndim != 4 or x.shape[0] != 1:
             raise ValueError(f"block_indices must be [1, T, H, S], got shape {list(x.shape)}")
@@ -144,9 +146,6 @@ def to_fla(block_indices: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = block_indices if block_indices.ndim == 4 else block_indices[None]
     return x.long(), (x >= 0).sum(-1)
-
-
-# ---- native_sparse_attention, flash_nsa ----------------------------------------------------------
 
 
 def from_topk(
@@ -171,9 +170,6 @@ def to_topk(block_indices: Tensor) -> Tensor:
     many blocks, as select_blocks does.
     """
     return permute(block_indices, "TGn", "GTn").contiguous()
-
-
-# ---- ranges of tokens and masks ------------------------------------------------------------------
 
 
 def to_ranges(block_indices: Tensor, block_size: int, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa import attention, dispatch
+from nsa.arguments import check_packed, check_tensor
 from nsa.cache import BranchKV, NSACache
 from nsa.checks import apply_linear, autocast_on, is_plain
 from nsa.compress import make_compression
@@ -22,7 +23,7 @@ from nsa.dispatch import Backend
 from nsa.flags import Flags
 from nsa.fp8 import KVCacheDtype
 from nsa.layouts import token_positions
-from nsa.nested import refuse_nested, run_packed
+from nsa.nested import run_packed
 from nsa.rotary import branches, split_turned, turn
 from nsa.transforms import refuse_tokens, transforming
 from nsa.untraced import untraced
@@ -116,9 +117,7 @@ class NSAAttention(nn.Module):
         return both[..., : c.heads, :].contiguous(), branches(both[..., c.heads :, :], v)
 
     def _check(self, x: Tensor, ndim: int) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
-        refuse_nested("x", x)
+        check_tensor("x", x)
         if x.ndim != ndim or x.shape[-1] != self.config.dim:
             lead = "[B, S, dim]" if ndim == 3 else "[T, dim]"
             hint = ": one sequence is x[None], packed ones need cu_seqlens"
@@ -138,7 +137,7 @@ class NSAAttention(nn.Module):
         if isinstance(x, Tensor) and x.is_nested:
             return run_packed(self.forward, x, cu_seqlens)
         self._check(x, 3 if cu_seqlens is None else 2)
-        max_seqlen = attention.check_packed(cu_seqlens, max_seqlen, x)
+        max_seqlen = check_packed(cu_seqlens, max_seqlen, x)
         if cu_seqlens is None:
             positions = torch.arange(x.shape[1], device=x.device)
         else:

@@ -12,43 +12,40 @@ import math
 import torch
 from torch import Tensor
 
-# ---- compression, Eq. 7 --------------------------------------------------------------------------
 
-
-def compress_mean(x: Tensor, l: int, d: int) -> Tensor:
-    """Mean of tokens [i*d, i*d + l) for each whole block i. x [B, S, G, D] -> [B, Nc, G, D]."""
+def _each_block(x: Tensor, l: int, d: int, phi) -> Tensor:
+    """Eq. 7: phi of the tokens [i*d, i*d + l), each [B, G, D], of each whole block i of
+    x [B, S, G, D], as [B, Nc, G, D]."""
     x = x.double()
     B, S, G, D = x.shape
     blocks = []
     i = 0
     while i * d + l <= S:
-        total = torch.zeros(B, G, D, dtype=torch.float64, device=x.device)
-        for token in range(i * d, i * d + l):
-            total = total + x[:, token]
-        blocks.append(total / l)
+        blocks.append(phi([x[:, token] for token in range(i * d, i * d + l)]))
         i += 1
     return torch.stack(blocks, 1) if blocks else x.new_zeros(B, 0, G, D)
+
+
+def compress_mean(x: Tensor, l: int, d: int) -> Tensor:
+    """Mean of the tokens of each block. x [B, S, G, D] -> [B, Nc, G, D]."""
+    return _each_block(x, l, d, lambda tokens: sum(tokens) / l)
 
 
 def compress_mlp(
     x: Tensor, position: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, l: int, d: int
 ) -> Tensor:
-    """phi = W2 silu(W1 [x_0 + p_0, ..., x_{l-1} + p_{l-1}] + b1) + b2 on tokens [i*d, i*d + l).
+    """phi = W2 silu(W1 [x_0 + p_0, ..., x_{l-1} + p_{l-1}] + b1) + b2 of each block.
 
     position [l, D]; w1 [hidden, l*D] reads the block token by token; w2 [D, hidden].
     """
-    x = x.double()
-    B, S, G, D = x.shape
-    blocks = []
-    i = 0
-    while i * d + l <= S:
-        tokens = [x[:, i * d + j] + position[j].double() for j in range(l)]  # each [B, G, D]
-        flat = torch.cat(tokens, dim=-1)  # [B, G, l*D]
-        inner = flat @ w1.double().T + b1.double()
+
+    def phi(tokens: list[Tensor]) -> Tensor:
+        placed = [token + position[j].double() for j, token in enumerate(tokens)]
+        inner = torch.cat(placed, dim=-1) @ w1.double().T + b1.double()  # of [B, G, l*D]
         inner = inner / (1 + torch.exp(-inner))
-        blocks.append(inner @ w2.double().T + b2.double())
-        i += 1
-    return torch.stack(blocks, 1) if blocks else x.new_zeros(B, 0, G, D)
+        return inner @ w2.double().T + b2.double()
+
+    return _each_block(x, l, d, phi)
 
 
 def visible_count(t: int, l: int, d: int) -> int:
@@ -57,9 +54,6 @@ def visible_count(t: int, l: int, d: int) -> int:
     while count * d + l - 1 <= t:
         count += 1
     return count
-
-
-# ---- attention of one query ----------------------------------------------------------------------
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +77,9 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, keys_of, softmax_scale: float | None):
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, keys_of, softmax_scale: float | None
+) -> tuple[Tensor, Tensor]:
     """Attention where keys_of(b, s, g) lists the key indices that row may see: out, lse."""
     B, S, HQ, _ = q.shape
     h = HQ // k.shape[2]
@@ -93,8 +89,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, keys_of, softmax_scale: float | 
         for s in range(S):
             for j in range(HQ):
                 g = j // h
-                index = keys_of(b, s, g)
-                at = torch.tensor(index, dtype=torch.long, device=q.device)
+                at = torch.tensor(list(keys_of(b, s, g)), dtype=torch.long, device=q.device)
                 o, e, _ = attend(q[b, s, j], k[b, at, g], v[b, at, g], scale)
                 out.append(o)
                 lse.append(e)
@@ -110,10 +105,7 @@ def compressed_attention(
     q_start: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax over the compressed keys visible to query q_start + s: out [B, S, HQ, Dv], lse."""
-
-    def keys_of(b: int, s: int, g: int) -> list[int]:
-        return list(range(min(visible_count(q_start + s, l, d), k_cmp.shape[1])))
-
+    keys_of = lambda b, s, g: range(min(visible_count(q_start + s, l, d), k_cmp.shape[1]))
     return _attention(q, k_cmp, v_cmp, keys_of, softmax_scale)
 
 
@@ -122,11 +114,7 @@ def sliding_attention(
     q_start: int = 0,
 ) -> Tensor:  # fmt: skip
     """Softmax over keys max(0, t + 1 - window) .. t of query t = q_start + s."""
-
-    def keys_of(b: int, s: int, g: int) -> list[int]:
-        t = q_start + s
-        return [i for i in range(t + 1) if t - i < window]
-
+    keys_of = lambda b, s, g: range(max(0, q_start + s + 1 - window), q_start + s + 1)
     return _attention(q, k, v, keys_of, softmax_scale)[0]
 
 
@@ -142,10 +130,7 @@ def selection_attention(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, *, softmax_scale: float | None = None
 ) -> Tensor:
     """Softmax over exactly the tokens in the union of ranges [B, S, G, n, 2]."""
-
-    def keys_of(b: int, s: int, g: int) -> list[int]:
-        return range_tokens(ranges[b, s, g], k.shape[1])
-
+    keys_of = lambda b, s, g: range_tokens(ranges[b, s, g], k.shape[1])
     return _attention(q, k, v, keys_of, softmax_scale)[0]
 
 
@@ -153,14 +138,7 @@ def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, q_start: int = 0
 ) -> Tensor:
     """Full causal attention: every key at or before the query."""
-
-    def keys_of(b: int, s: int, g: int) -> list[int]:
-        return list(range(q_start + s + 1))
-
-    return _attention(q, k, v, keys_of, softmax_scale)[0]
-
-
-# ---- choice of blocks, Eq. 8 to 12 ---------------------------------------------------------------
+    return _attention(q, k, v, lambda b, s, g: range(q_start + s + 1), softmax_scale)[0]
 
 
 def block_scores(p_cmp: list[float], l: int, d: int, l_sel: int, n_blocks: int) -> list[float]:
@@ -206,7 +184,8 @@ def forced_blocks(t: int, l_sel: int, n_sel: int, n_init: int, n_local: int) -> 
 def top_blocks(
     scores: list[float], t: int, l_sel: int, n_sel: int, n_init: int = 1, n_local: int = 2
 ) -> list[int]:
-    """Ascending blocks of query t: the forced ones, then the best that start at or before t."""
+    """Eq. 11 and 12: ascending blocks of query t, the forced ones, then the best that start at or
+    before t."""
     chosen = forced_blocks(t, l_sel, n_sel, n_init, n_local)
     while len(chosen) < n_sel:
         best = None
@@ -260,9 +239,6 @@ def blocks_to_ranges(block_indices: Tensor, l_sel: int, q_start: int = 0) -> Ten
                 for i, span in enumerate(spans):
                     result[b, s, g, i] = torch.tensor(span, dtype=torch.int32)
     return result
-
-
-# ---- rotary embedding and the whole layer, Eq. 5 -------------------------------------------------
 
 
 def rotary(x: Tensor, base: float, start: int = 0) -> Tensor:

@@ -35,12 +35,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nsa import exchange
+from nsa.arguments import FLOATS, check_tensor
 from nsa.arrival import selection_waits
 from nsa.attention import nsa_attention
 from nsa.blocks import num_compressed
 from nsa.cache import BranchKV
 from nsa.checks import scale_of
-from nsa.config import check_blocks, check_choice, check_int
+from nsa.config import check_sizes
 from nsa.dispatch import Backend, parse_backend
 from nsa.exchange import Group, resolve_group
 from nsa.flags import Flags
@@ -50,8 +51,6 @@ from nsa.untraced import untraced
 
 Compression = Callable[[Tensor], Tensor]
 _MAX_NDIM = 8
-
-# ---- who holds what ------------------------------------------------------------------------------
 
 
 def chunk_length(S: int, world: int) -> int:
@@ -94,8 +93,7 @@ def unshard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
     world = group.size()
 
     def describe() -> list[int]:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+        check_tensor("x", x)
         if x.shape[dim] % 2 or x.ndim > _MAX_NDIM:
             raise ValueError(f"x must hold two chunks along dim {dim}, got shape {list(x.shape)}")
         kind = zlib.crc32(str(x.dtype).encode())
@@ -114,18 +112,14 @@ def unshard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
     return exchange.in_order(whole.view(world, *parts.shape), 0).flatten(0, 1).movedim(0, dim)
 
 
-# ---- agreement -----------------------------------------------------------------------------------
-
 _NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _check_local(tensors: tuple[Tensor, ...], sizes: dict[str, int], world: int) -> None:
     """What a rank can see alone; the rest is nsa_attention's to check."""
     for name, x in zip(_NAMES, tensors, strict=True):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.ndim != 4 or x.dtype not in _DTYPES:
+        check_tensor(name, x)
+        if x.ndim != 4 or x.dtype not in FLOATS:
             raise ValueError(
                 f"{name} must be [B, S / W, heads, D] in a float dtype, got {list(x.shape)} "
                 f"{x.dtype}"
@@ -136,9 +130,7 @@ def _check_local(tensors: tuple[Tensor, ...], sizes: dict[str, int], world: int)
                 f"{list(x.shape[:2])}"
             )
     l, d = sizes["l"], sizes["d"]
-    check_blocks(l, d, sizes["l_sel"])
-    check_choice(sizes["n_sel"], sizes["n_init"], sizes["n_local"])
-    check_int("window", sizes["window"], 1)
+    check_sizes(**sizes)
     tokens = tensors[0].shape[1]
     c = tokens // 2
     if tokens % 2 or tokens == 0 or c % d or c < l - d:
@@ -173,9 +165,6 @@ def _agree_on_arguments(
 
     exchange.agree_on(describe, [*_NAMES, rest], group, "arguments")
     return made[0]
-
-
-# ---- attention -----------------------------------------------------------------------------------
 
 
 def _before(tails: Tensor, chunk: int, c: int, window: int) -> Tensor:

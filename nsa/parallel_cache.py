@@ -98,8 +98,6 @@ class ParallelNSACache(NSACache):
         how = dict(max_step=self.max_step, growable=self.growable, check=self.check, **self._like)
         return ParallelNSACache(self.config, batch, max_len, group=self.group, **how)
 
-    # ---- which rank keeps what ---------------------------------------------------------------
-
     def _per_block(self, kind: str) -> int:
         """Tokens of a block: raw ones ("sel"), or compressed ones that begin in it ("cmp")."""
         return self.config.l_sel if kind == "sel" else self.config.l_sel // self.config.d
@@ -131,8 +129,6 @@ class ParallelNSACache(NSACache):
     def selectable(self) -> tuple[Tensor, Tensor]:
         """Raises NotImplementedError: no rank has all tokens."""
         raise NotImplementedError("selectable(): the tokens of a ParallelNSACache lie over ranks")
-
-    # ---- a step ------------------------------------------------------------------------------
 
     def agree(self, describe: Any) -> None:
         """Raise what describe() raises, which checks a step's arguments and tells their sizes; with
@@ -218,9 +214,6 @@ class ParallelNSACache(NSACache):
 
         rungs = {Route.TRITON: by_kernel, Route.REFERENCE: lambda: globals()[name](*args)}
         return dispatch.guarded(request, rungs, flags, choice, (name, args))[0]
-
-
-# ---- between attention and exchanges; nsa/kernels/decode/parallel.py has these as kernels --------
 
 
 def _positions(lens: Tensor, first: int, T: int) -> Tensor:

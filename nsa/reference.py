@@ -25,12 +25,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """q [B, s, G, h, Dk], finite k [B, N, G, Dk] and v [B, N, G, Dv], odd [B, N, G] where either
     was not, mask [B|1, s, G|1, N] of seen keys."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     scores = torch.einsum("bsghd,bngd->bsghn", q, k) * scale
-    odd_q = nan_if(
-        ~q.isfinite().all(-1)
-    )  # whose scores may be -inf for all keys, as of unseen ones
+    # Scores of such queries may be -inf for all keys, as those of unseen ones are.
+    odd_q = nan_if(~q.isfinite().all(-1))
     of_keys = factor(mask, odd_k)[..., None] * odd_q  # the lse is the keys' alone
     of_both = factor(mask, odd_k | odd_v)[..., None, None] * odd_q[..., None]
     unseen = ~mask[:, :, :, None, :]
@@ -49,12 +48,12 @@ def _chunked(
     """Attention over query chunks; mask_of(first, last) gives the mask of those queries."""
     B, S, HQ, Dk = q.shape
     N, G = k.shape[1], k.shape[2]
-    scale = scale_of(softmax_scale, Dk)
+    scale, wide = scale_of(softmax_scale, Dk), torch.promote_types(q.dtype, torch.float32)
     if not is_symbol(S) and (N == 0 or S == 0):
         # Empty sums keep the result connected, with zero gradients, whatever is in the tensors.
         zero = q[:0].sum() + k[:0].sum() + v[:0].sum()
         out = q.new_zeros(B, S, HQ, v.shape[-1]) + zero.to(q.dtype)
-        lse = torch.full((B, S, HQ), -math.inf, device=q.device, dtype=_lse_dtype(q))
+        lse = torch.full((B, S, HQ), -math.inf, device=q.device, dtype=wide)
         return out, lse + zero.to(lse.dtype)
     grouped = q.view(B, S, G, HQ // G, Dk) if q.is_contiguous() else q.unflatten(2, (G, HQ // G))
     (k, odd_k), (v, odd_v) = finite(k), finite(v)
@@ -70,11 +69,7 @@ def _chunked(
         outs.append(out)
         lses.append(lse)
     out = torch.cat(outs, 1).flatten(2, 3).to(q.dtype)
-    return out, torch.cat(lses, 1).flatten(2, 3).to(_lse_dtype(q))
-
-
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, torch.cat(lses, 1).flatten(2, 3).to(wide)
 
 
 def compressed_attention(

@@ -107,9 +107,6 @@ def log_block_reads(
                 rows=block_indices.shape[:-1].numel())  # fmt: skip
 
 
-# ---- selected ------------------------------------------------------------------------------------
-
-
 Selected = Tensor | tuple[Tensor, Tensor]  # out, and lse where args["return_lse"]
 
 
@@ -178,9 +175,6 @@ def selected_again(args: Args, flags: Flags) -> Callable[..., Selected | None] |
     return planned(args["q"], k, v, args["ranges"], *more)
 
 
-# ---- compressed ----------------------------------------------------------------------------------
-
-
 def _fa2(run: Callable[..., Any], names: tuple[str, ...], args: Args, flags: Flags) -> Any:
     """Packed sequences in one varlen call, unless the dense form is forced."""
     form = "varlen" if flags.fa2_force_varlen else "dense" if flags.fa2_force_dense else "auto"
@@ -210,9 +204,6 @@ def _compressed_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:
     )
 
 
-# ---- sliding -------------------------------------------------------------------------------------
-
-
 _SLIDING = ("window", "softmax_scale", "q_start")
 _sliding_fa2 = functools.partial(_fa2, fa2.sliding_fa2, _SLIDING)
 
@@ -225,8 +216,6 @@ def _sliding_triton(args: Args, flags: Flags) -> Tensor:
     )
     return out
 
-
-# ---- the choice of blocks ------------------------------------------------------------------------
 
 _SELECT = ("l", "d", "l_sel", "n_sel", "n_init", "n_local", "softmax_scale")
 
@@ -246,9 +235,6 @@ def _blocks_triton(args: Args, flags: Flags) -> Tensor:
     )  # fmt: skip
 
 
-# ---- the rotary turn of the projections ----------------------------------------------------------
-
-
 def _turn_triton(args: Args, flags: Flags) -> tuple[Tensor, BranchKV]:
     from nsa.kernels.prefill import split_turned_triton
 
@@ -258,9 +244,6 @@ def _turn_triton(args: Args, flags: Flags) -> tuple[Tensor, BranchKV]:
         rope_base=c.rope_base,
     )  # fmt: skip
     return q, BranchKV(*kv)
-
-
-# ---- all of prefill at once ----------------------------------------------------------------------
 
 
 def _fused(args: Args, flags: Flags) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
@@ -295,9 +278,6 @@ def prefill_again(args: Args, flags: Flags) -> Callable[..., Tensor]:
         return prefill_triton({**args, **more}, flags)[0]
 
     return of_pack
-
-
-# ---- one decode step -----------------------------------------------------------------------------
 
 
 def step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:

@@ -86,9 +86,6 @@ def settings(config: Any) -> dict[str, Any]:
     return {**SIZES, **given}
 
 
-# ---- parameters ----------------------------------------------------------------------------------
-
-
 class NSAParameters(nn.Module):
     """What NSA learns in one attention layer: phi of keys and values (Eq. 7) and the gates (Eq. 5).
 
@@ -223,9 +220,6 @@ def _before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 "nsa: a model with NSA parameters runs without them, by "
                 f"attn_implementation={layer.config._attn_implementation!r}"
             )
-
-
-# ---- attention -----------------------------------------------------------------------------------
 
 
 def nsa_attention_forward(

@@ -55,8 +55,6 @@ class NSACacheLayer(DynamicLayer):
             return self.nsa._read(name[0], rows).transpose(1, 2)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-    # ---- Transformers' side ------------------------------------------------------------------
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
         if self.nsa is None:
             return super().update(key_states, value_states, *args, **kwargs)
@@ -110,8 +108,6 @@ class NSACacheLayer(DynamicLayer):
         self.nsa = self.nsa.select(rows.to(self.nsa.device))
         self.first = [self.first[b] for b in rows.tolist()]
         return True
-
-    # ---- NSA's side --------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Be a plain DynamicLayer again."""

@@ -79,9 +79,6 @@ def register() -> None:
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}:{ARCHITECTURE}")
 
 
-# ---- the backend ---------------------------------------------------------------------------------
-
-
 class NSABackend(AttentionBackend):
     """The attention backend. Layers of dense models cannot choose it: they have no gates."""
 
@@ -273,20 +270,11 @@ class NSAImpl(AttentionImpl[NSAMetadata]):
         return output
 
 
-# ---- layers --------------------------------------------------------------------------------------
-
-
 class NSAPages(nn.Module, AttentionLayerBase):
     """One cache of a layer, as vLLM sees it: rows of G heads of `width`, one for `every` tokens."""
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        name: str,
-        groups: int,
-        width: int,
-        every: int,
-        impl: NSAImpl,
+        self, vllm_config: VllmConfig, name: str, groups: int, width: int, every: int, impl: NSAImpl
     ) -> None:
         super().__init__()
         self.groups, self.width, self.every, self.impl = groups, width, every, impl
@@ -395,9 +383,6 @@ def _refuse(vllm_config: VllmConfig) -> None:
     for name, value in lacking.items():
         if value:
             raise NotImplementedError(f"nsa does not serve {name} in vLLM, got {value!r}")
-
-
-# ---- the model -----------------------------------------------------------------------------------
 
 
 class NSAServedConfig(PretrainedConfig):
