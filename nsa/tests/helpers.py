@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 
 from bench.clock import HostClock, repeat
+from nsa.flags import Flags
 
 if TYPE_CHECKING:  # scripts/fuzz needs no pytest
     import pytest
+
+# The kernels wherever they can run, on any card, for any length, with gradients.
+TRITON = Flags(
+    use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1, triton_sel_force=True
+)
 
 # ---- inputs --------------------------------------------------------------------------------------
 

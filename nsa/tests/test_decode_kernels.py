@@ -19,6 +19,7 @@ from nsa import launches, oracle, reference, select
 from nsa.blocks import num_compressed
 from nsa.kernels.decode import nsa_decode_triton, step, step_kernels
 from nsa.kernels.decode.step import scan_splits
+from nsa.tests.cases import strided
 from nsa.tests.helpers import randn
 
 pytestmark = pytest.mark.kernel
@@ -94,6 +95,8 @@ class Caches:
     Of an FP8 step cmp, sel and win are what the stored numbers stand for, in fp64.
     """
 
+    ints = staticmethod(lambda x: x)  # how lengths and page numbers are given
+
     def __init__(self, step: Step, device: str, seed: int = 0) -> None:
         s, B, HQ = step, len(step.lens), step.G * step.h
         self.step, self.device = step, device
@@ -150,10 +153,11 @@ class Caches:
         if s.ring:
             win = [self.ringed(x) for x in win]
         return nsa_decode_triton(
-            self.q, *cmp, *sel, *win, self.gates, self.lens, l=s.l, d=s.d, l_sel=s.l_sel,
-            n_sel=s.n_sel, n_init=1, n_local=2, window=s.w, max_len=s.capacity, block_table=table,
-            window_ring=s.ring, return_indices=True, softmax_scale=softmax_scale,
-            counters=counters, cmp_paged=s.cmp_paged, **(self.descales if s.fp8 else {}),
+            self.q, *cmp, *sel, *win, self.gates, self.ints(self.lens), l=s.l, d=s.d,
+            l_sel=s.l_sel, n_sel=s.n_sel, n_init=1, n_local=2, window=s.w, max_len=s.capacity,
+            block_table=self.ints(table), window_ring=s.ring, return_indices=True,
+            softmax_scale=softmax_scale, counters=counters, cmp_paged=s.cmp_paged,
+            **(self.descales if s.fp8 else {}),
         )  # fmt: skip
 
     def launched(self, **how: Any) -> tuple[Tensor, Tensor, dict[str, int]]:
@@ -500,6 +504,25 @@ def test_a_softmax_scale_of_zero_is_refused_and_a_small_one_taken_as_given(kerne
     caches.q.zero_()
     want, same = caches.run()
     assert torch.equal(indices, same) and torch.equal(out, want)
+
+
+@pytest.mark.parametrize("team", [False, True])
+def test_tensors_of_any_strides(team, kernel_device):
+    """Small tensors may have any strides, and lengths any int dtype; a cache is not copied."""
+    caches = Caches(Step((40, 30), n_sel=4, w=16, page=16, capacity=64), kernel_device)
+    run = lambda: caches.run(counters=caches.counters() if team else None)[0]
+    want = run()
+    caches.q, caches.gates = strided(caches.q), strided(caches.gates)
+    for caches.ints in (strided, torch.Tensor.long):
+        assert torch.equal(run(), want)
+    caches = Caches(Step((40, 30)), kernel_device)
+    for name in ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"):
+        good = getattr(caches, name[2:])
+        setattr(caches, name[2:], [strided(x) if kv == name[0] else x
+                                   for kv, x in zip("kv", good, strict=True)])  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides"):
+            run()
+        setattr(caches, name[2:], good)
 
 
 def test_more_rows_than_a_tile_holds_are_refused():

@@ -15,13 +15,11 @@ import nsa
 from bench.parity import assert_parity
 from nsa import blocks, launches
 from nsa.dispatch import interpreting
-from nsa.flags import Flags
 from nsa.tests.cases import BF16, F16, PAPER, WIDE, Shape
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import TRITON, randn
 
 pytestmark = pytest.mark.kernel
 REAL = torch.cuda.is_available() and not interpreting()  # kernels run as they are
-FLAGS = Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
 NAMES = {"compressed": ("q", "k_cmp", "v_cmp")}
 
 
@@ -99,7 +97,7 @@ def run(branch: str, shape: Shape, x: dict, grad_out: Tensor | None, dtype, back
     """out, and gradients where grad_out is given, of a branch in that dtype by that backend."""
     names = NAMES.get(branch, ("q", "k", "v"))
     leaves = [x[n].detach().to(dtype).requires_grad_(grad_out is not None) for n in names]
-    how = dict(q_start=shape.q_start, backend=backend, flags=FLAGS)
+    how = dict(q_start=shape.q_start, backend=backend, flags=TRITON)
     out = BRANCHES[branch](shape, x["blocks"], *leaves, **how)
     found = {"out": out.detach()}
     if grad_out is not None:

@@ -10,9 +10,8 @@ import nsa
 from nsa import NSAAttention, NSAConfig, NSALanguageModel, nsa_attention
 from nsa.attention import nsa_decode
 from nsa.compress import mean_pool
-from nsa.flags import clear_flags_cache
 from nsa.module import NSABlock
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import TRITON, randn
 
 SIZES = dict(l=8, d=4, l_sel=8, n_sel=3, window=16)
 CONFIG = NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=16)
@@ -152,13 +151,10 @@ def test_per_sample_gradients_of_a_layer():
             torch.testing.assert_close(each[name][i], p.grad)
 
 
-def test_kernels_under_transforms(kernel_device, monkeypatch):
+def test_kernels_under_transforms(kernel_device):
     """Triton's route takes part: under vmap in one call, with its own backward."""
-    for name in ("NSA_USE_TRITON_SEL", "NSA_SEL_TRITON_ALLOW_GRAD", "NSA_TRITON_SEL_FORCE"):
-        monkeypatch.setenv(name, "1")
-    clear_flags_cache()
-    sizes = {**SIZES, "l_sel": 16}
-    loss = lambda *x: nsa_attention(*x, backend="triton", **sizes).float().square().sum()
+    how = {**SIZES, "l_sel": 16, "backend": "triton", "flags": TRITON}
+    loss = lambda *x: nsa_attention(*x, **how).float().square().sum()
     samples = [inputs(i, 20, torch.float16, kernel_device) for i in (1, 2)]
     stacked = [torch.stack(x) for x in zip(*samples, strict=True)]
     each = torch.vmap(torch.func.grad(loss, ALL))(*stacked)
