@@ -152,7 +152,6 @@ def test_hostile_cache_use(layer):
         (TypeError, "max_len must be an int, got 2.0", lambda: NSACache(CONFIG, 1, 2.0)),
         (TypeError, "must be a floating type", lambda: cache(dtype=torch.int32)),
         (TypeError, "caches must be NSACaches, got dict", lambda: stack([cache(), {}])),
-        (ValueError, "agree in max_step, got 8 and 2", lambda: stack([cache(), cache(max_step=2)])),
         (ValueError, "agree in dtype", lambda: stack([cache(), cache(dtype=torch.float32)])),
         (ValueError, r"must be \[1, 2, 2, 8\], got \[3,", lambda: cache().append(wide, mean, mean)),
         (TypeError, "k_cmp must have the cache's torch.float32",

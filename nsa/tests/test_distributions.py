@@ -136,8 +136,14 @@ def is_core(shape: Shape, kind: str) -> bool:
     return kind == "both" if shape.lengths[0] > 512 and shape.h < 16 else kind in CORE
 
 
+def marks(shape: Shape, kind: str) -> list[pytest.MarkDecorator]:
+    """Interpreted, outliers of tokens and of channels come together alone; a GPU runs all."""
+    late = not REAL and kind in ("tokens", "channels")
+    return [pytest.mark.core] * is_core(shape, kind) + [pytest.mark.nightly] * late
+
+
 CASES = [
-    pytest.param(s, b, k, id=f"{s}-{b}-{k}", marks=[pytest.mark.core] if is_core(s, k) else [])
+    pytest.param(s, b, k, id=f"{s}-{b}-{k}", marks=marks(s, k))
     for s in SHAPES if s.big == REAL for b in BRANCHES for k in KINDS if applies(s, b, k)
 ]  # fmt: skip
 

@@ -17,7 +17,14 @@ from nsa.kernels import prefill
 from nsa.kernels.prefill import hopper, packs
 from nsa.kernels.prefill.choice import score_topn_triton
 from nsa.tests.cases import F16, NAMES, PAPER, WIDE, Case, Inputs, ends_of
-from nsa.tests.helpers import TRITON, deterministic, make_block_indices, make_ranges, randn
+from nsa.tests.helpers import (
+    TRITON,
+    deterministic,
+    make_block_indices,
+    make_layer,
+    make_ranges,
+    randn,
+)
 from nsa.tests.test_prefill_kernels import whole_case
 
 CLOSE = dict(rtol=2e-3, atol=2e-3)
@@ -25,13 +32,9 @@ KERNELS = dict(backend="triton", flags=TRITON)
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, n_init=1, n_local=1, window=11)
 
 
-def tensors(
-    T: int, n_cmp: int, h: int, dtype: torch.dtype, device: str, G: int = 2, D: int = 16
-) -> list:
+def tensors(T: int, n_cmp: int, h: int, dtype: torch.dtype, device: str, G: int = 2) -> list:
     """As nsa_attention takes them, packed."""
-    draw = lambda seed, n, *tail: randn(n, *tail, seed=seed, dtype=dtype, device=device)
-    kv = [draw(2 + i, n_cmp if i < 2 else T, G, D) for i in range(6)]
-    return [draw(1, T, G * h, D), *kv, draw(9, T, G * h, 3).sigmoid()]
+    return make_layer(T, G * h, G, B=None, n_cmp=n_cmp, dtype=dtype, device=device)
 
 
 def gradients(xs: list, do: torch.Tensor, run) -> tuple:

@@ -10,7 +10,7 @@ from nsa.config import NSAConfig
 from nsa.kernels import prefill
 from nsa.module import NSAAttention
 from nsa.tests.cases import NAMES
-from nsa.tests.helpers import TRITON, make_block_indices, randn
+from nsa.tests.helpers import TRITON, make_block_indices, make_layer
 from nsa.tests.test_export import check_compiled
 
 pytestmark = [pytest.mark.kernel, pytest.mark.core]
@@ -18,15 +18,9 @@ SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, n_init=1, n_local=2, window=9)
 S, G, H, D = 33, 2, 2, 16
 
 
-def inputs(device: str, requires_grad: bool = True) -> list[torch.Tensor]:
-    n = (S - 8) // 4 + 1
-    shapes = [(S, G * H, D)] + 2 * [(n, G, D)] + 4 * [(S, G, D)]
-    tensors = [
-        randn(1, *shape, seed=i, dtype=torch.float16, device=device)
-        for i, shape in enumerate(shapes)
-    ]
-    gates = randn(1, S, G * H, 3, seed=9, dtype=torch.float16, device=device).sigmoid()
-    return [t.detach().requires_grad_(requires_grad) for t in (*tensors, gates)]
+def inputs(device: str) -> list[torch.Tensor]:
+    tensors = make_layer(S, G * H, G, D, dtype=torch.float16, device=device)
+    return [t.requires_grad_() for t in tensors]
 
 
 def layer(*tensors: torch.Tensor) -> torch.Tensor:
