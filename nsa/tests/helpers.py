@@ -14,9 +14,16 @@ import torch
 from torch import Tensor
 
 from bench.clock import HostClock, repeat
+from nsa.blocks import num_compressed
+from nsa.flags import Flags
 
 if TYPE_CHECKING:  # scripts/fuzz needs no pytest
     import pytest
+
+# The kernels wherever they can run, on any card, for any length, with gradients.
+TRITON = Flags(
+    use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1, triton_sel_force=True
+)
 
 # ---- inputs --------------------------------------------------------------------------------------
 
@@ -48,6 +55,20 @@ def make_qkv(
         randn(B, Skv, G, Dk, seed=seed * 1000 + 2, **kw),
         randn(B, Skv, G, Dv, seed=seed * 1000 + 3, **kw),
     )
+
+
+def make_layer(
+    S: int, HQ: int = 4, G: int = 2, Dk: int = 16, Dv: int | None = None, *, l: int = 8, d: int = 4,
+    B: int | None = 1, n_cmp: int | None = None, dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu", seed: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """What nsa_attention takes: q, keys and values of the three branches, each N(0, 1), and gates;
+    of B sequences, or packed (None) with n_cmp compressed keys."""
+    n_cmp = num_compressed(S, l, d) if n_cmp is None else n_cmp
+    lead, kw = () if B is None else (B,), dict(dtype=dtype, device=device)
+    draw = lambda i, n, *tail: randn(*lead, n, *tail, seed=10 * seed + i, **kw)
+    kv = [draw(2 + i, n_cmp if i < 2 else S, G, (Dv or Dk) if i % 2 else Dk) for i in range(6)]
+    return [draw(1, S, HQ, Dk), *kv, draw(9, S, HQ, 3).sigmoid()]
 
 
 INT_MAX = torch.iinfo(torch.int32).max

@@ -75,7 +75,7 @@ FP8 = [0, 1, 2, 4, 6, 7, 9, 11, 13, 15, 19, 20, 22, 23, 27, 28, 31]
 STEPS += [replace(STEPS[i], fp8=True) for i in FP8]
 # Steps of so many sequences that their results in fp64 take 10 to 30 s; a report leaves them out,
 # since smaller steps run the same code.
-SLOW = {i for i, s in enumerate(STEPS) if s.G == 34 or len(s.lens) * s.T >= 64}
+SLOW = {i for i, s in enumerate(STEPS) if s.G == 34 or len(s.lengths) * s.T >= 64}
 
 
 def marks(i: int) -> list[pytest.MarkDecorator]:
@@ -188,7 +188,7 @@ def test_branches_add_up_to_the_step(T, page, lens, served, monkeypatch):
 def test_one_graph_serves_all_lengths(T, G, served):
     lens = [(4000, 3999), (T, T + 1), (31, 32), (1024, 1025), (700, 2111)]
     step = Step(lens[0], T=T, G=G, **WIDE)
-    caches = {n: Caches(replace(step, lens=n), "cuda", seed=9 * i) for i, n in enumerate(lens)}
+    caches = {n: Caches(replace(step, lengths=n), "cuda", seed=9 * i) for i, n in enumerate(lens)}
     for one in caches.values():  # all keys are there; only the length says which count
         for name in ("cmp", "sel", "win"):
             for mine, first in zip(getattr(one, name), getattr(caches[lens[0]], name), strict=True):

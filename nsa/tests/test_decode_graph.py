@@ -17,13 +17,11 @@ from nsa import launches
 from nsa.cache import NSACache
 from nsa.config import NSAConfig
 from nsa.decode_graph import GraphUnavailable, StepGraph, _at_every_length
-from nsa.flags import Flags
 from nsa.model import NSALanguageModel
 from nsa.module import NSAAttention, NSABlock
-from nsa.tests.helpers import SteadyClock, assert_raises, randn
+from nsa.tests.helpers import TRITON, SteadyClock, assert_raises, randn
 
 CONFIG = NSAConfig(dim=24, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=12)
-TRITON = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
 # First tokens (below l, l_sel and w), every phase of the compression stride, and past the ring.
 LENGTHS = (1, 7, 8, 11, 28)
 S = 36

@@ -19,46 +19,36 @@ from nsa import launches, oracle, reference, select
 from nsa.blocks import num_compressed
 from nsa.kernels.decode import nsa_decode_triton, step, step_kernels
 from nsa.kernels.decode.step import scan_splits
+from nsa.tests import cases
+from nsa.tests.cases import BF16, F16, F32, Shape, strided
 from nsa.tests.helpers import randn
 
 pytestmark = pytest.mark.kernel
-F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
 KERNELS = ["_decode_scan_kernel", "_decode_selected_kernel", "_decode_merge_kernel"]
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Shape):
     """Lengths of the sequences with their T new tokens, heads, NSA sizes, the caches' kind."""
 
-    lens: tuple[int, ...]
     T: int = 1
-    G: int = 2
-    h: int = 2
-    D: int = 16
-    Dv: int = 16
-    dtype: torch.dtype = F16
-    l: int = 8
-    d: int = 4
-    l_sel: int = 16
-    n_sel: int = 3
     w: int = 20
     capacity: int = 100
     page: int = 0
     ring: bool = False
     cmp_paged: bool = False
-    big: bool = False
     fp8: bool = False
 
     def __str__(self) -> str:
         kind = ("paged" if self.page else "") + ("cmp" if self.cmp_paged else "")
         kind = kind + ("ring" if self.ring else "") or "static"
-        lens = "x".join(map(str, self.lens[:4]))
+        lens = "x".join(map(str, self.lengths[:4]))
         kind += "-fp8" if self.fp8 else ""
         return f"{kind}-{lens}-T{self.T}-G{self.G}h{self.h}-D{self.D}v{self.Dv}-{self.dtype}"
 
 
-PAPER = dict(l=32, d=16, l_sel=64, w=512, capacity=4096, big=True)
-WIDE = dict(h=16, D=128, Dv=128, dtype=BF16, n_sel=16, **PAPER)
+PAPER = dict(cases.PAPER, capacity=4096)
+WIDE = dict(h=16, dtype=BF16, n_sel=16, **cases.WIDE, **PAPER)
 PAGED = dict(page=64, ring=True)
 STEPS = [
     Step((45, 3), dtype=F32),
@@ -94,13 +84,15 @@ class Caches:
     Of an FP8 step cmp, sel and win are what the stored numbers stand for, in fp64.
     """
 
+    ints = staticmethod(lambda x: x)  # how lengths and page numbers are given
+
     def __init__(self, step: Step, device: str, seed: int = 0) -> None:
-        s, B, HQ = step, len(step.lens), step.G * step.h
+        s, B, HQ = step, len(step.lengths), step.G * step.h
         self.step, self.device = step, device
         kw = dict(dtype=s.dtype, device=device)
         self.q = randn(B, s.T, HQ, s.D, seed=seed + 1, **kw)
         self.gates = randn(B, s.T, HQ, 3, seed=seed + 2, **kw).sigmoid()
-        self.lens = torch.tensor(s.lens, dtype=torch.int32, device=device)
+        self.lens = torch.tensor(s.lengths, dtype=torch.int32, device=device)
         descales = (randn(B, s.G, seed=seed + i, device=device).abs() + 0.3 for i in (9, 10))
         self.descales = dict(zip(("k_descale", "v_descale"), descales, strict=True))
         self.cmp = self.filled(max(num_compressed(s.capacity, s.l, s.d), 1), seed + 3, True)
@@ -111,11 +103,11 @@ class Caches:
         s = self.step
         out = []
         for i, width in enumerate((s.D, s.Dv)):
-            x = randn(len(s.lens), rows, s.G, width, seed=seed + i, dtype=s.dtype,
+            x = randn(len(s.lengths), rows, s.G, width, seed=seed + i, dtype=s.dtype,
                       device=self.device)  # fmt: skip
             if s.fp8:
                 x = self.stood_for(self.stored(x.double(), i), i)
-            for b, n in enumerate(s.lens):
+            for b, n in enumerate(s.lengths):
                 x[b, num_compressed(n, s.l, s.d) if compressed else n :] = float("nan")
             out.append(x)
         return out[0], out[1]
@@ -139,9 +131,11 @@ class Caches:
             cmp, sel, win = ([self.stored(x, i) for i, x in enumerate(y)] for y in (cmp, sel, win))
         if s.page:
             pages = -(-s.capacity // s.page)
-            order = torch.randperm(len(s.lens) * pages, generator=torch.Generator().manual_seed(3))
+            order = torch.randperm(
+                len(s.lengths) * pages, generator=torch.Generator().manual_seed(3)
+            )
             order = order.to(self.device)
-            table = order.view(len(s.lens), pages).to(torch.int32)
+            table = order.view(len(s.lengths), pages).to(torch.int32)
             sel = [self.paged(x, order, s.page) for x in sel]
             if not s.ring:
                 win = [self.paged(x, order, s.page) for x in win]
@@ -150,10 +144,11 @@ class Caches:
         if s.ring:
             win = [self.ringed(x) for x in win]
         return nsa_decode_triton(
-            self.q, *cmp, *sel, *win, self.gates, self.lens, l=s.l, d=s.d, l_sel=s.l_sel,
-            n_sel=s.n_sel, n_init=1, n_local=2, window=s.w, max_len=s.capacity, block_table=table,
-            window_ring=s.ring, return_indices=True, softmax_scale=softmax_scale,
-            counters=counters, cmp_paged=s.cmp_paged, **(self.descales if s.fp8 else {}),
+            self.q, *cmp, *sel, *win, self.gates, self.ints(self.lens), l=s.l, d=s.d,
+            l_sel=s.l_sel, n_sel=s.n_sel, n_init=1, n_local=2, window=s.w, max_len=s.capacity,
+            block_table=self.ints(table), window_ring=s.ring, return_indices=True,
+            softmax_scale=softmax_scale, counters=counters, cmp_paged=s.cmp_paged,
+            **(self.descales if s.fp8 else {}),
         )  # fmt: skip
 
     def launched(self, **how: Any) -> tuple[Tensor, Tensor, dict[str, int]]:
@@ -163,7 +158,7 @@ class Caches:
 
     def counters(self) -> Tensor:
         s = self.step
-        return torch.zeros(len(s.lens), s.G, 32, dtype=torch.int32, device=self.device)
+        return torch.zeros(len(s.lengths), s.G, 32, dtype=torch.int32, device=self.device)
 
     def kernels(self, in_graph: bool = False) -> list[str]:
         """What a step with counters launches, outside graphs or in one."""
@@ -186,7 +181,7 @@ class Caches:
         s = self.step
         rows = s.w + s.T - 1
         ring = x.new_full((x.shape[0], rows, *x.shape[2:]), float("nan"))
-        for b, n in enumerate(s.lens):
+        for b, n in enumerate(s.lengths):
             for token in range(max(0, n - rows), n):
                 ring[b, token % rows] = x[b, token]
         return ring
@@ -198,7 +193,7 @@ class Caches:
         lib = oracle if small else reference
         where = "cpu" if small else self.device
         parts = []
-        for b, n in enumerate(s.lens):
+        for b, n in enumerate(s.lengths):
             take = lambda x, b=b: x[b : b + 1].to(where, dtype)
             rows = lambda pair, m, take=take: [take(x)[:, :m] for x in pair]
             q, start = take(self.q), n - s.T
@@ -222,7 +217,7 @@ class Caches:
         s, parts = self.step, []
         where = self.device if s.big else "cpu"
         choose = select.select_blocks if s.big else oracle.select_blocks
-        for b, n in enumerate(s.lens):
+        for b, n in enumerate(s.lengths):
             k_cmp = self.cmp[0][b : b + 1, : num_compressed(n, s.l, s.d)]
             parts.append(choose(
                 self.q[b : b + 1].to(where).double(), k_cmp.to(where).double(), l=s.l, d=s.d,
@@ -262,7 +257,7 @@ def assert_proven(case, caches, out, indices, counts, kernels):
 )
 @pytest.mark.parametrize("team", [False, True], ids=["launches", "team"])
 def test_step(step, team, kernel_device, tune):
-    if step.T > min(step.lens):
+    if step.T > min(step.lengths):
         pytest.skip("a sequence is shorter than its new tokens")
     if kernel_device == "cpu" and step.big:
         pytest.skip("a GPU's size: the interpreter would take hours")
@@ -331,7 +326,7 @@ def test_every_row_has_as_many_blocks_as_it_sees(h, l_sel, way, kernel_device):
     caches = Caches(step, kernel_device)
     way()
     chosen = caches.run()[1].cpu()
-    for n, of_sequence in zip(step.lens, chosen, strict=True):
+    for n, of_sequence in zip(step.lengths, chosen, strict=True):
         for token, row in enumerate(of_sequence[:, 0].tolist()):
             sees = (n - step.T + token) // l_sel + 1
             live = row[: min(sees, step.n_sel)]
@@ -478,7 +473,7 @@ def assert_nan_harms_no_other(caches):
     caches.q[0] = float("nan")
     other, chosen = caches.run()
     assert torch.equal(chosen[1], indices[1]) and torch.equal(other[1], out[1])
-    last = (caches.step.lens[0] - 1) // caches.step.l_sel
+    last = (caches.step.lengths[0] - 1) // caches.step.l_sel
     for found in chosen[0].flatten(0, -2).tolist():
         assert {0, last - 1, last} < set(found) <= set(range(last + 1))
         assert found == sorted(set(found))
@@ -500,6 +495,25 @@ def test_a_softmax_scale_of_zero_is_refused_and_a_small_one_taken_as_given(kerne
     caches.q.zero_()
     want, same = caches.run()
     assert torch.equal(indices, same) and torch.equal(out, want)
+
+
+@pytest.mark.parametrize("team", [False, True])
+def test_tensors_of_any_strides(team, kernel_device):
+    """Small tensors may have any strides, and lengths any int dtype; a cache is not copied."""
+    caches = Caches(Step((40, 30), n_sel=4, w=16, page=16, capacity=64), kernel_device)
+    run = lambda: caches.run(counters=caches.counters() if team else None)[0]
+    want = run()
+    caches.q, caches.gates = strided(caches.q), strided(caches.gates)
+    for caches.ints in (strided, torch.Tensor.long):
+        assert torch.equal(run(), want)
+    caches = Caches(Step((40, 30)), kernel_device)
+    for name in ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"):
+        good = getattr(caches, name[2:])
+        setattr(caches, name[2:], [strided(x) if kv == name[0] else x
+                                   for kv, x in zip("kv", good, strict=True)])  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides"):
+            run()
+        setattr(caches, name[2:], good)
 
 
 def test_more_rows_than_a_tile_holds_are_refused():

@@ -19,7 +19,7 @@ import nsa
 from nsa import device, dispatch, errors
 from nsa.dispatch import Branch, Request, Route, RouteUnavailable, decide, guarded, why_not
 from nsa.flags import Flags
-from nsa.tests.helpers import make_block_indices, make_qkv, randn
+from nsa.tests.helpers import make_block_indices, make_layer, make_qkv, randn
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = Request(Branch.SELECTED, "cuda", "bfloat16", 128, 128, 8192, capability=(9, 0), no_fa2=None)
@@ -367,13 +367,8 @@ def test_the_device_of_the_kernels_is_logged_once(monkeypatch, capsys):
 # ---- on this machine's CPU -----------------------------------------------------------------------
 
 
-def layer(S=40, seed=0):
-    q, k, v = make_qkv(1, S, 4, 2, 16, 8, seed=seed)
-    n_cmp = (S - 8) // 4 + 1
-    k_cmp, v_cmp = randn(1, n_cmp, 2, 16, seed=5), randn(1, n_cmp, 2, 8, seed=6)
-    gates = randn(1, S, 4, 3, seed=7).sigmoid()
-    sizes = dict(l=8, d=4, l_sel=8, n_sel=3, window=12)
-    return (q, k_cmp, v_cmp, k, v, k, v, gates), sizes
+def layer():
+    return make_layer(40, Dv=8), dict(l=8, d=4, l_sel=8, n_sel=3, window=12)
 
 
 ALL_BY_SDPA = dict(compressed="sdpa", blocks="reference", selected="sdpa", sliding="sdpa")

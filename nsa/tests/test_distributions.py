@@ -15,13 +15,11 @@ import nsa
 from bench.parity import assert_parity
 from nsa import blocks, launches
 from nsa.dispatch import interpreting
-from nsa.flags import Flags
 from nsa.tests.cases import BF16, F16, PAPER, WIDE, Shape
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import TRITON, randn
 
 pytestmark = pytest.mark.kernel
 REAL = torch.cuda.is_available() and not interpreting()  # kernels run as they are
-FLAGS = Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
 NAMES = {"compressed": ("q", "k_cmp", "v_cmp")}
 
 
@@ -99,7 +97,7 @@ def run(branch: str, shape: Shape, x: dict, grad_out: Tensor | None, dtype, back
     """out, and gradients where grad_out is given, of a branch in that dtype by that backend."""
     names = NAMES.get(branch, ("q", "k", "v"))
     leaves = [x[n].detach().to(dtype).requires_grad_(grad_out is not None) for n in names]
-    how = dict(q_start=shape.q_start, backend=backend, flags=FLAGS)
+    how = dict(q_start=shape.q_start, backend=backend, flags=TRITON)
     out = BRANCHES[branch](shape, x["blocks"], *leaves, **how)
     found = {"out": out.detach()}
     if grad_out is not None:
@@ -138,8 +136,14 @@ def is_core(shape: Shape, kind: str) -> bool:
     return kind == "both" if shape.lengths[0] > 512 and shape.h < 16 else kind in CORE
 
 
+def marks(shape: Shape, kind: str) -> list[pytest.MarkDecorator]:
+    """Interpreted, outliers of tokens and of channels come together alone; a GPU runs all."""
+    late = not REAL and kind in ("tokens", "channels")
+    return [pytest.mark.core] * is_core(shape, kind) + [pytest.mark.nightly] * late
+
+
 CASES = [
-    pytest.param(s, b, k, id=f"{s}-{b}-{k}", marks=[pytest.mark.core] if is_core(s, k) else [])
+    pytest.param(s, b, k, id=f"{s}-{b}-{k}", marks=marks(s, k))
     for s in SHAPES if s.big == REAL for b in BRANCHES for k in KINDS if applies(s, b, k)
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from nsa.kernels.prefill import head_padding, hopper
 from nsa.kernels.tiles import pow2
 from nsa.tests import test_prefill_kernels as kernels_of
 from nsa.tests.cases import BF16, F16, F32, PAPER, WIDE, Shape
-from nsa.tests.helpers import deterministic, randn
+from nsa.tests.helpers import deterministic, make_layer
 
 WIDENED = [
     Shape((37,), G=1, h=3, D=24, Dv=16),  # whose queries choose all blocks, by no scores
@@ -46,13 +46,10 @@ def test_the_whole_operator_against_the_oracle(shape, device, monkeypatch):
 def test_scores_within_attention_are_of_the_real_heads(heads, groups, cuda, monkeypatch):
     if not hopper.enabled(cuda):
         pytest.skip("for Hopper's kernels")
-    S, n_cmp = 17000, (17000 - 32) // 16 + 1
-    lengths = (S, heads * groups), *[(n, groups) for n in (n_cmp, n_cmp, S, S, S, S)]
-    make = lambda n, of, width=128: randn(1, *of, width, seed=n, dtype=BF16, device=cuda)
-    tensors = [make(n, of) for n, of in enumerate(lengths)]
-    gates = make(9, lengths[0], 3).sigmoid()
+    S, how = 17000, dict(dtype=BF16, device=cuda)
+    tensors = make_layer(S, heads * groups, groups, 128, l=32, d=16, **how)
     run = lambda: prefill.nsa_prefill_triton(
-        *tensors, gates, l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512
+        *tensors, l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512
     )
     with launches.recording() as counts:
         out, aux = run()

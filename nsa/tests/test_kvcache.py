@@ -20,13 +20,11 @@ from nsa import dispatch, kvcache, launches, nsa_with_kvcache, oracle, reorder_k
 from nsa.cache import NSACache
 from nsa.compress import MLPCompression, mean_pool
 from nsa.config import NSAConfig
-from nsa.flags import Flags
-from nsa.tests.helpers import assert_raises, randn
+from nsa.tests.helpers import TRITON, assert_raises, randn
 
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, window=20)
 B, S, HQ, G, DK, DV, PAGE = 2, 64, 4, 2, 16, 24, 16
 NAN = float("nan")
-TRITON = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
 # Static caches and pages, each with rings and without.
 KINDS = ("static", "static-ring", "pages", "pages-ring")
 

@@ -18,12 +18,11 @@ from triton.runtime import build
 from triton.runtime.jit import JITCallable
 
 from nsa import NSAAttention, NSAConfig, kernels, launches
-from nsa.flags import Flags
 from nsa.kernels import cache_key, row_tiles
 from nsa.kernels import launch as module
 from nsa.kernels.decode import nsa_decode_triton
 from nsa.kernels.launch import OPTIONS, launch, launch_planned, on_its_device, ready
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import TRITON, randn
 
 CONFIG = NSAConfig(dim=64, heads=8, groups=2, d_k=32, d_v=32, l=16, d=8, l_sel=16, n_sel=4, w=32)
 
@@ -417,9 +416,8 @@ def test_a_layer_works_on_a_card_that_is_not_the_current_one(cuda):
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device")
     assert torch.cuda.current_device() == 0
-    flags = Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
     torch.manual_seed(3)
-    layer = NSAAttention(CONFIG, flags=flags, backend="triton").half()
+    layer = NSAAttention(CONFIG, flags=TRITON, backend="triton").half()
     x = torch.randn(2, 70, 64, dtype=torch.float16)
     found = []
     for card in ("cuda:0", "cuda:1"):

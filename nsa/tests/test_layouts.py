@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa import layouts, selection_attention
-from nsa.tests.helpers import BLOCK_KINDS, make_block_indices, randn
+from nsa.tests.helpers import BLOCK_KINDS, assert_raises, make_block_indices, randn
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
@@ -106,47 +106,38 @@ def test_attention_is_the_same_from_any_layout(packed):
 
 
 def test_what_cannot_be_converted_is_refused():
-    x = torch.zeros(B, S, G, n, dtype=torch.int32)
-    with pytest.raises(ValueError, match="source must be one of .* got 'BnSG'"):
-        layouts.permute(x, "BnSG", "TGn")
-    with pytest.raises(ValueError, match="block_indices must be GTn, got shape"):
-        layouts.permute(x, "GTn", "TGn")
-    with pytest.raises(ValueError, match="batch must divide T=90, got 4"):
-        layouts.permute(x.flatten(0, 1), "TGn", "BSGn", batch=4)
-    with pytest.raises(ValueError, match="cu_seqlens must end at T=45, got 44"):
-        layouts.clean(x[0], SIZE, torch.tensor([0, 44], dtype=torch.int32))
-    with pytest.raises(ValueError, match="n must be at least 2"):
-        layouts.from_mask(torch.ones(1, 1, 1, 2, dtype=torch.bool), 1)
-    odd = torch.zeros(1, S, 1, 1, 2, dtype=torch.int32)
-    odd[0, 30, 0, 0] = torch.tensor([3, 8])
-    with pytest.raises(
-        ValueError, match=r"whole blocks of 8 tokens .* \[3, 8\] at \[0, 30, 0, 0\]"
-    ):
-        layouts.from_ranges(odd, SIZE, 4)
-    odd[0, 30, 0, 0] = torch.tensor([24, 32])  # a whole block, but beyond the query
-    with pytest.raises(ValueError, match=r"up to the query, got \[24, 32\] at \[0, 30, 0, 0\]"):
-        layouts.from_ranges(odd, SIZE, 4)
+    x, blocks = torch.zeros(B, S, G, n, dtype=torch.int32), torch.zeros(1, 8, 1, 2).int()
+    permute, mask = layouts.permute, torch.ones(1, 1, 1, 2, dtype=torch.bool)
+
+    def ranges(*span):
+        odd = torch.zeros(1, S, 1, 1, 2, dtype=torch.int32)
+        odd[0, 30, 0, 0] = torch.tensor(span)
+        return lambda: layouts.from_ranges(odd, SIZE, 4)
+
+    wide = lambda n: lambda: layouts.to_mask(torch.tensor([0, 3, -1]).expand(1, 40, 1, 3), n)
+    clean = lambda size: lambda: layouts.clean(blocks, size)
+    assert_raises(
+        (ValueError, "source must be one of .* got 'BnSG'", lambda: permute(x, "BnSG", "TGn")),
+        (ValueError, "block_indices must be GTn, got shape", lambda: permute(x, "GTn", "TGn")),
+        (ValueError, "batch must divide T=90, got 4",
+         lambda: permute(x.flatten(0, 1), "TGn", "BSGn", batch=4)),
+        (ValueError, "cu_seqlens must end at T=45, got 44",
+         lambda: layouts.clean(x[0], SIZE, torch.tensor([0, 44], dtype=torch.int32))),
+        (ValueError, "n must be at least 2", lambda: layouts.from_mask(mask, 1)),
+        (ValueError, r"whole blocks of 8 tokens .* \[3, 8\] at \[0, 30, 0, 0\]", ranges(3, 8)),
+        # A whole block, but beyond the query.
+        (ValueError, r"up to the query, got \[24, 32\] at \[0, 30, 0, 0\]", ranges(24, 32)),
+        (ValueError, r"ranges must be \[.., n, 2\] .*, got \[1, 8, 1, 2, 3\]",
+         lambda: layouts.from_ranges(torch.zeros(1, 8, 1, 2, 3).int(), 8, 2)),
+        (ValueError, "n_blocks must be over every block, of which 3 is one, got 3", wide(3)),
+        (ValueError, "at least 0, got -1", wide(-1)),
+        (TypeError, "n_blocks must be an int", wide(2.0)),
+        *((ValueError, f"block_size must be at least 1, got {size}", clean(size))
+          for size in (0, -8)),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(1, len(EXAMPLES) + 1))
 def test_the_migration_note_runs(code):
     assert len(EXAMPLES) == 2
     exec(compile(code, "migration.md", "exec"), {"__name__": "migration"})
-
-
-@pytest.mark.parametrize("n_blocks, words", [
-    (3, "n_blocks must be over every block, of which 3 is one, got 3"), (-1, "at least 0, got -1"),
-    (2.0, "n_blocks must be an int"),
-])  # fmt: skip
-def test_a_mask_too_narrow_for_a_block_is_refused(n_blocks, words):
-    with pytest.raises((ValueError, TypeError), match=words):
-        layouts.to_mask(torch.tensor([0, 3, -1]).expand(1, 40, 1, 3), n_blocks)
-
-
-def test_sizes_and_shapes_that_cannot_be_are_named():
-    blocks = torch.zeros(1, 8, 1, 2).int()
-    for size in (0, -8):
-        with pytest.raises(ValueError, match=f"block_size must be at least 1, got {size}"):
-            layouts.clean(blocks, size)
-    with pytest.raises(ValueError, match=r"ranges must be \[.., n, 2\] .*, got \[1, 8, 1, 2, 3\]"):
-        layouts.from_ranges(torch.zeros(1, 8, 1, 2, 3).int(), 8, 2)

@@ -10,7 +10,7 @@ from nsa import oracle
 from nsa.config import NSAConfig
 from nsa.module import NSAAttention, NSABlock
 from nsa.rotary import rotary
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import assert_raises, randn
 
 CONFIG = NSAConfig(dim=24, heads=4, groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=8, n_sel=3, w=12)
 
@@ -83,19 +83,19 @@ def test_tiny_sequences(block, S):
 
 
 def test_wrong_inputs(block):
-    with pytest.raises(ValueError, match=r"x must be \[B, S, dim\] with dim=24, got \[1, 3, 23\]"):
-        block.attention(torch.zeros(1, 3, 23).double())
-    with pytest.raises(ValueError, match=r"x must be \[T, dim\] with dim=24, got \[1, 3, 24\]"):
-        block.attention(torch.zeros(1, 3, 24).double(), torch.tensor([0, 3], dtype=torch.int32))
-    with pytest.raises(ValueError, match="n_layers must be at least 1, got 0"):
-        nsa.NSALanguageModel(CONFIG, vocab_size=4, n_layers=0)
-    for given, error, words in (
-        (dict(backend="cudnn"), ValueError, "backend must be"),
-        (dict(flags={}), TypeError, "flags must be an nsa.Flags, got dict"),
-        (dict(config={}), TypeError, "config must be an nsa.NSAConfig, got dict"),
-    ):
-        with pytest.raises(error, match=words):
-            NSAAttention(**{"config": CONFIG, **given})
+    x, cu = torch.zeros(1, 3, 24).double(), torch.tensor([0, 3], dtype=torch.int32)
+    make = lambda **given: lambda: NSAAttention(**{"config": CONFIG, **given})
+    assert_raises(
+        (ValueError, r"x must be \[B, S, dim\] with dim=24, got \[1, 3, 23\]",
+         lambda: block.attention(x[..., :23])),
+        (ValueError, r"x must be \[T, dim\] with dim=24, got \[1, 3, 24\]",
+         lambda: block.attention(x, cu)),
+        (ValueError, "n_layers must be at least 1, got 0",
+         lambda: nsa.NSALanguageModel(CONFIG, vocab_size=4, n_layers=0)),
+        (ValueError, "backend must be", make(backend="cudnn")),
+        (TypeError, "flags must be an nsa.Flags, got dict", make(flags={})),
+        (TypeError, "config must be an nsa.NSAConfig, got dict", make(config={})),
+    )  # fmt: skip
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

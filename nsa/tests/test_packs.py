@@ -11,30 +11,30 @@ import pytest
 import torch
 
 import nsa
-from nsa import Flags, blocks, launches, rungs
+from nsa import blocks, launches, rungs
 from nsa.compress import mean_pool
 from nsa.kernels import prefill
 from nsa.kernels.prefill import hopper, packs
 from nsa.kernels.prefill.choice import score_topn_triton
 from nsa.tests.cases import F16, NAMES, PAPER, WIDE, Case, Inputs, ends_of
-from nsa.tests.helpers import deterministic, make_block_indices, make_ranges, randn
+from nsa.tests.helpers import (
+    TRITON,
+    deterministic,
+    make_block_indices,
+    make_layer,
+    make_ranges,
+    randn,
+)
 from nsa.tests.test_prefill_kernels import whole_case
 
 CLOSE = dict(rtol=2e-3, atol=2e-3)
-TRITON = dict(
-    backend="triton",
-    flags=Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1),
-)
+KERNELS = dict(backend="triton", flags=TRITON)
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, n_init=1, n_local=1, window=11)
 
 
-def tensors(
-    T: int, n_cmp: int, h: int, dtype: torch.dtype, device: str, G: int = 2, D: int = 16
-) -> list:
+def tensors(T: int, n_cmp: int, h: int, dtype: torch.dtype, device: str, G: int = 2) -> list:
     """As nsa_attention takes them, packed."""
-    draw = lambda seed, n, *tail: randn(n, *tail, seed=seed, dtype=dtype, device=device)
-    kv = [draw(2 + i, n_cmp if i < 2 else T, G, D) for i in range(6)]
-    return [draw(1, T, G * h, D), *kv, draw(9, T, G * h, 3).sigmoid()]
+    return make_layer(T, G * h, G, B=None, n_cmp=n_cmp, dtype=dtype, device=device)
 
 
 def gradients(xs: list, do: torch.Tensor, run) -> tuple:
@@ -66,7 +66,7 @@ def test_a_pack_is_each_sequence_alone(case, fixed, device):
     """Forward and gradients, through the library; rows of no sequence are 0 and get none, whatever
     they hold."""
     attend = lambda *x, cu_seqlens_cmp=None, **how: nsa.nsa_attention(
-        *x, **how, **TRITON, return_aux=True
+        *x, **how, **KERNELS, return_aux=True
     )
     with deterministic(fixed), launches.recording() as counts:
         whole_case("pack", Inputs(case, device), attend)
@@ -88,7 +88,7 @@ def test_packs_like_an_earlier_one(longest, cuda):
     xs = tensors(90, 90 // SIZES["d"], 4, F16, cuda)
     do = randn(90, 8, 16, seed=11, dtype=F16, device=cuda)
     for lengths in [*packs_of, *packs_of, packs_of[0]]:
-        how = dict(cu_seqlens=ends_of(lengths, cuda), max_seqlen=longest, flags=TRITON["flags"])
+        how = dict(cu_seqlens=ends_of(lengths, cuda), max_seqlen=longest, flags=TRITON)
         results = []
         for backend in ("triton", "reference"):
             leaves = [x.detach().clone().requires_grad_() for x in xs]
@@ -103,10 +103,10 @@ def test_what_serves_a_settled_pack_goes_by_its_own_ends(kernel_device):
         tensors=(*xs, gates), sizes=SIZES, cu_seqlens=ends_of((9, 30), kernel_device),
         max_seqlen=30, q_start=0, softmax_scale=0.25,
     )  # fmt: skip
-    again, cu = rungs.prefill_again(args, TRITON["flags"]), ends_of((16, 16), kernel_device)
+    again, cu = rungs.prefill_again(args, TRITON), ends_of((16, 16), kernel_device)
     gates[32:] = math.nan
     want = nsa.nsa_attention(
-        *xs, gates, **SIZES, **TRITON, softmax_scale=0.25, cu_seqlens=cu, max_seqlen=30
+        *xs, gates, **SIZES, **KERNELS, softmax_scale=0.25, cu_seqlens=cu, max_seqlen=30
     )
     assert torch.equal(again(*xs, gates, cu), want) and not want[32:].any()
 
@@ -121,7 +121,7 @@ def test_more_sequences_than_a_grid_has_room_for(kernel_device, monkeypatch):
     kv = [draw(2 + i, n_cmp if i < 2 else start + S, 2, 16) for i in range(6)]
     xs = [draw(1, S, 2 * h, 16), *kv, draw(9, S, 2 * h, 3).sigmoid()]
     do = draw(10, S, 2 * h, 16)
-    sizes = dict(SIZES, **TRITON, q_start=start, return_aux=True)
+    sizes = dict(SIZES, **KERNELS, q_start=start, return_aux=True)
     call = lambda *x: nsa.nsa_attention(*x, **sizes)
     grids, real = {}, packs.Rows.of
 
@@ -180,7 +180,7 @@ def test_ranges_of_a_pack_take_one_launch(kind, kernel_device):
     make = lambda n: pad(make_ranges(kind, 1, n, G, n, 1 + n // 2, seed=n)[0])
     parts = [make(n) for n in lengths if n]
     ranges = torch.cat([*parts, parts[0][:more]]).to(kernel_device)
-    how = dict(ranges=ranges, cu_seqlens=cu, flags=TRITON["flags"])
+    how = dict(ranges=ranges, cu_seqlens=cu, flags=TRITON)
     results = []
     for backend in ("triton", "reference"):
         with launches.recording() as counts:

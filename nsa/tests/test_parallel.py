@@ -39,7 +39,7 @@ from nsa.model import NSALanguageModel
 from nsa.module import NSAAttention
 from nsa.parallel_cache import ParallelNSACache, merge
 from nsa.tests.conftest import _poisoned
-from nsa.tests.helpers import assert_raises
+from nsa.tests.helpers import TRITON, assert_raises
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(l=8, d=4, l_sel=8, n_sel=3, window=9)
@@ -598,8 +598,7 @@ def _run_triton(rank: int, world: int, device: str) -> None:
     full = {n: x.to(device, dtype) for n, x in _tokens(1, 2 * world * c, F32, dims).items()}
     full["gates"].sigmoid_()
     pool = lambda t: mean_pool(t, sizes["l"], sizes["d"])
-    flags = Flags(use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1)
-    routes, counts = _check_chunks(full, pool, pool, F16, backend="triton", flags=flags, **sizes)
+    routes, counts = _check_chunks(full, pool, pool, F16, backend="triton", flags=TRITON, **sizes)
     # Both chunks launch these, but that a small first one has dense attention for selection.
     for kernel, least in (("_block_attn_fwd_*", 1 + gpu), ("_span_bwd_*", 2)):
         assert sum(n for name, n in counts.items() if fnmatch(name, kernel)) >= least, counts

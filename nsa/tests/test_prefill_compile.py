@@ -7,27 +7,20 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nsa.config import NSAConfig
-from nsa.flags import clear_flags_cache
 from nsa.kernels import prefill
 from nsa.module import NSAAttention
-from nsa.tests.helpers import make_block_indices, randn
+from nsa.tests.cases import NAMES
+from nsa.tests.helpers import TRITON, make_block_indices, make_layer
 from nsa.tests.test_export import check_compiled
 
 pytestmark = [pytest.mark.kernel, pytest.mark.core]
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, n_init=1, n_local=2, window=9)
 S, G, H, D = 33, 2, 2, 16
-NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 
 
-def inputs(device: str, requires_grad: bool = True) -> list[torch.Tensor]:
-    n = (S - 8) // 4 + 1
-    shapes = [(S, G * H, D)] + 2 * [(n, G, D)] + 4 * [(S, G, D)]
-    tensors = [
-        randn(1, *shape, seed=i, dtype=torch.float16, device=device)
-        for i, shape in enumerate(shapes)
-    ]
-    gates = randn(1, S, G * H, 3, seed=9, dtype=torch.float16, device=device).sigmoid()
-    return [t.detach().requires_grad_(requires_grad) for t in (*tensors, gates)]
+def inputs(device: str) -> list[torch.Tensor]:
+    tensors = make_layer(S, G * H, G, D, dtype=torch.float16, device=device)
+    return [t.requires_grad_() for t in tensors]
 
 
 def layer(*tensors: torch.Tensor) -> torch.Tensor:
@@ -40,7 +33,7 @@ def gradients(fn, tensors):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_operators_pass_opcheck(kernel_device, monkeypatch):
+def test_operators_pass_opcheck(kernel_device):
     """Schemas, fake kernels and autograd registrations agree with what the operators do."""
     x = inputs(kernel_device)
     q, k_cmp, v_cmp, k, v, *_ = x
@@ -62,31 +55,22 @@ def test_operators_pass_opcheck(kernel_device, monkeypatch):
         torch.library.opcheck(getattr(torch.ops.nsa, name).default, args, test_utils=checks)
 
 
-def test_compiled_layer_is_the_same(kernel_device):
+@pytest.mark.parametrize("traced", [
+    lambda *x: torch.compile(layer, backend="aot_eager", fullgraph=True)(*x),
+    lambda *x: checkpoint(layer, *x, use_reentrant=False),
+], ids=["compiled", "checkpointed"])  # fmt: skip
+def test_a_traced_layer_is_the_same(traced, kernel_device):
     """aot_eager traces forward and backward through the fake kernels, in one graph."""
     want, want_grads = gradients(layer, inputs(kernel_device))
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    got, got_grads = gradients(compiled, inputs(kernel_device))
+    got, got_grads = gradients(traced, inputs(kernel_device))
     assert torch.equal(got, want)
     for name, a, b in zip(NAMES, got_grads, want_grads, strict=True):
         assert torch.equal(a, b), name
 
 
-def test_checkpointed_layer_is_the_same(kernel_device):
-    want, want_grads = gradients(layer, inputs(kernel_device))
-    recomputed = lambda *t: checkpoint(layer, *t, use_reentrant=False)
-    got, got_grads = gradients(recomputed, inputs(kernel_device))
-    assert torch.equal(got, want)
-    for name, a, b in zip(NAMES, got_grads, want_grads, strict=True):
-        assert torch.equal(a, b), name
-
-
-def test_kernels_compiled_for_any_length(kernel_device, monkeypatch):
-    for name in ("NSA_USE_TRITON_SEL", "NSA_SEL_TRITON_ALLOW_GRAD", "NSA_TRITON_SEL_FORCE"):
-        monkeypatch.setenv(name, "1")
-    clear_flags_cache()
+def test_kernels_compiled_for_any_length(kernel_device):
     torch.manual_seed(0)
     config = NSAConfig(dim=32, heads=2, groups=1, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=3, w=9)
-    layer = NSAAttention(config, backend="triton").to(kernel_device, torch.float16)
+    layer = NSAAttention(config, backend="triton", flags=TRITON).to(kernel_device, torch.float16)
     close = dict(atol=4e-3, rtol=4e-3)
     check_compiled(layer, (10, 18, 13), torch.float16, kernel_device, close)

@@ -307,18 +307,26 @@ def test_ranks(seen, n_sel, n_init, n_local, kernel_device):
         assert (out[0] == 99).all() and (out[2] == 99).all(), kind
 
 
+def assert_a_nan_query_harms_no_other(q: Tensor, k: Tensor, lse: Tensor, at: int, **how) -> dict:
+    """Query `at` keeps its forced blocks, of which there are two, and others what they chose.
+    Returns what was launched."""
+    want = prefill.select_blocks_triton(q, k, lse, **how)
+    q[:, at] = float("nan")
+    with launches.recording() as counts:
+        got = prefill.select_blocks_triton(q, k, lse, **how)
+    others, own = torch.arange(q.shape[1], device=q.device) != at, at // how["l_sel"]
+    assert torch.equal(got[:, others], want[:, others])
+    for row in got[0, at].tolist():
+        assert {0, own} < set(row) <= set(range(own + 1)) and row == sorted(set(row))
+    return counts
+
+
 def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(kernel_device):
     like = dict(device=kernel_device, dtype=F16)
     q, k = randn(1, 90, 4, 16, seed=1, **like), randn(1, 21, 2, 16, seed=2, **like)
     lse = randn(1, 90, 4, seed=3, device=kernel_device)
     how = dict(l=8, d=4, l_sel=16, n_sel=3, n_init=1, n_local=1)
-    want = prefill.select_blocks_triton(q, k, lse, **how)
-    q[:, 85] = float("nan")
-    got = prefill.select_blocks_triton(q, k, lse, **how)
-    others = torch.arange(90) != 85
-    assert torch.equal(got[:, others], want[:, others])
-    for row in got[0, 85].tolist():
-        assert {0, 5} < set(row) <= set(range(6)) and row == sorted(set(row))
+    assert_a_nan_query_harms_no_other(q, k, lse, 85, **how)
 
 
 # ---- gates ---------------------------------------------------------------------------------------

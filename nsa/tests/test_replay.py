@@ -18,7 +18,7 @@ from nsa.arrival import selection_waits
 from nsa.flags import Flags
 from nsa.kernels import record, replay
 from nsa.kernels.launch import launch
-from nsa.tests.helpers import deterministic, randn
+from nsa.tests.helpers import deterministic, make_layer
 
 I32 = torch.int32
 
@@ -336,14 +336,6 @@ def test_records_of_real_calls_name_the_memory_that_the_calls_used(arch):
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
-def prefill(S, HQ, G, D, dtype):
-    make = lambda n, *tail, seed: randn(1, n, *tail, seed=seed, dtype=dtype, device="cuda")
-    n_cmp = max((S - 32) // 16 + 1, 1)
-    tensors = [make(S, HQ, D, seed=1)]
-    tensors += [make(n, G, D, seed=s) for s, n in enumerate((n_cmp, n_cmp, S, S, S, S), 2)]
-    return [*tensors, make(S, HQ, 3, seed=9).sigmoid()]
-
-
 @pytest.mark.parametrize("fixed", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("S, heads, D, dtype", [
     (200, (16, 1), 128, torch.bfloat16), (700, (64, 4), 128, torch.bfloat16),
@@ -367,7 +359,7 @@ def test_prefill_is_played_as_it_is_launched(S, heads, D, dtype, fixed, cuda, mo
                 return [out, *aux.values()]
             return [out, *aux.values(), *torch.autograd.grad(out, tensors, out.detach())]
 
-    base = prefill(S, *heads, D, dtype)
+    base = make_layer(S, *heads, D, l=32, d=16, dtype=dtype, device=cuda)
     with deterministic() if fixed else contextlib.nullcontext():
         for grad in (False, True):
             for n in (1, 2, 3, 4):

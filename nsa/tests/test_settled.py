@@ -13,7 +13,14 @@ from torch.utils.checkpoint import checkpoint
 import nsa
 from nsa import Flags, dispatch, launches, oracle, settled
 from nsa.kernels.triton_sel_kernel import selection_attention_triton
-from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_qkv, make_ranges, randn
+from nsa.tests.helpers import (
+    HOSTILE_RANGE_KINDS,
+    RANGE_KINDS,
+    make_layer,
+    make_qkv,
+    make_ranges,
+    randn,
+)
 
 pytestmark = pytest.mark.kernel
 
@@ -270,12 +277,10 @@ def test_recomputing_ends_where_the_last_tensor_is_saved(backend, kernel_device,
     instead, the first time nor when the call is settled."""
     if backend is None and kernel_device == "cpu":
         pytest.skip("PyTorch serves, where nobody asks for more")
-    q, k, v = inputs(kernel_device, S=40, Skv=40, D=16, Dv=16)
-    cmp = [x[:, :9].clone() for x in (k, v)]
-    gates = torch.rand(1, 40, 4, 3, device=kernel_device, dtype=q.dtype)
+    given = make_layer(40, dtype=torch.float16, device=kernel_device)
     sizes = dict(l=8, d=4, l_sel=16, n_sel=2, n_init=1, n_local=1, window=8)
     for _ in range(3):
-        leaves = [x.clone().requires_grad_() for x in (q, *cmp, k, v, k, v, gates)]
+        leaves = [x.clone().requires_grad_() for x in given]
         call = lambda *x: nsa.nsa_attention(*x, **sizes, backend=backend, flags=ON)
         with launches.recording() as launched:
             out = checkpoint(call, *leaves, use_reentrant=False)

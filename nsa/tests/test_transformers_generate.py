@@ -11,17 +11,10 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from nsa import fp8, launches  # noqa: E402
-from nsa.integrations import transformers as integration  # noqa: E402
 from nsa.integrations.transformers_cache import NSACacheLayer  # noqa: E402
-from nsa.tests.test_transformers import CACHE, make, tokens  # noqa: E402
+from nsa.tests.test_transformers import CACHE, learnt, make, tokens  # noqa: E402
 
 NEW = 13
-
-
-def learnt(**config) -> torch.nn.Module:
-    model = make(**config)
-    integration.add_nsa_parameters(model)
-    return model.double()
 
 
 def padded(prompt: int = 21, pad: int = 9) -> dict[str, torch.Tensor]:

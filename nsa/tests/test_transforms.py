@@ -10,9 +10,8 @@ import nsa
 from nsa import NSAAttention, NSAConfig, NSALanguageModel, nsa_attention
 from nsa.attention import nsa_decode
 from nsa.compress import mean_pool
-from nsa.flags import clear_flags_cache
 from nsa.module import NSABlock
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import TRITON, assert_raises, make_layer, randn
 
 SIZES = dict(l=8, d=4, l_sel=8, n_sel=3, window=16)
 CONFIG = NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=16)
@@ -22,12 +21,7 @@ ALL = tuple(range(8))
 def inputs(
     seed: int, S: int = 40, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> list[Tensor]:
-    q, k, v, *rest = (
-        randn(1, S, heads, 16, seed=10 * seed + i, dtype=dtype, device=device)
-        for i, heads in enumerate((4, 2, 2, 2, 2, 2, 2))
-    )
-    gates = randn(1, S, 4, 3, seed=10 * seed + 9, dtype=dtype, device=device).sigmoid()
-    return [q, mean_pool(k, 8, 4), mean_pool(v, 8, 4), *rest, gates]
+    return make_layer(S, dtype=dtype, device=device, seed=seed)
 
 
 def gradients(loss, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -152,13 +146,10 @@ def test_per_sample_gradients_of_a_layer():
             torch.testing.assert_close(each[name][i], p.grad)
 
 
-def test_kernels_under_transforms(kernel_device, monkeypatch):
+def test_kernels_under_transforms(kernel_device):
     """Triton's route takes part: under vmap in one call, with its own backward."""
-    for name in ("NSA_USE_TRITON_SEL", "NSA_SEL_TRITON_ALLOW_GRAD", "NSA_TRITON_SEL_FORCE"):
-        monkeypatch.setenv(name, "1")
-    clear_flags_cache()
-    sizes = {**SIZES, "l_sel": 16}
-    loss = lambda *x: nsa_attention(*x, backend="triton", **sizes).float().square().sum()
+    how = {**SIZES, "l_sel": 16, "backend": "triton", "flags": TRITON}
+    loss = lambda *x: nsa_attention(*x, **how).float().square().sum()
     samples = [inputs(i, 20, torch.float16, kernel_device) for i in (1, 2)]
     stacked = [torch.stack(x) for x in zip(*samples, strict=True)]
     each = torch.vmap(torch.func.grad(loss, ALL))(*stacked)
@@ -202,16 +193,16 @@ def test_other_nested_tensors_are_refused():
     holes = torch.nested.nested_tensor_from_jagged(
         torch.randn(20, 32), torch.tensor([0, 9, 20]), lengths=torch.tensor([4, 11])
     )
-    for x in (strided, holes, jagged(9, 5).transpose(1, 2)):
-        with pytest.raises(ValueError, match=r"\[B, j, \.\.\] of layout torch.jagged without"):
-            layer(x)
-    with pytest.raises(ValueError, match="cu_seqlens must be None with a nested tensor"):
-        layer(jagged(9, 5), torch.tensor([0, 9, 14], dtype=torch.int32))
-    with pytest.raises(TypeError, match="x must not be a nested tensor: give x.values"):
-        layer.step(jagged(1, 1), layer.make_cache(2, 4))
-    one = inputs(1)
+    one, pair = inputs(1), jagged(9, 5)
     heads = torch.nested.nested_tensor([one[0][0]], layout=torch.jagged)
-    with pytest.raises(TypeError, match="q must not be a nested tensor"):
-        nsa_attention(heads, *one[1:], **SIZES)
-    with pytest.raises(TypeError, match="x must not be a nested tensor"):
-        mean_pool(heads, 8, 4)
+    words = "must not be a nested tensor"
+    assert_raises(
+        *((ValueError, r"\[B, j, \.\.\] of layout torch.jagged without", lambda x=x: layer(x))
+          for x in (strided, holes, pair.transpose(1, 2))),
+        (ValueError, "cu_seqlens must be None with a nested tensor",
+         lambda: layer(pair, torch.tensor([0, 9, 14], dtype=torch.int32))),
+        (TypeError, f"x {words}: give x.values",
+         lambda: layer.step(jagged(1, 1), layer.make_cache(2, 4))),
+        (TypeError, f"q {words}", lambda: nsa_attention(heads, *one[1:], **SIZES)),
+        (TypeError, f"x {words}", lambda: mean_pool(heads, 8, 4)),
+    )  # fmt: skip

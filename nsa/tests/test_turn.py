@@ -10,17 +10,13 @@ import torch
 from bench.parity import assert_parity
 from nsa import attention, dispatch, launches, oracle
 from nsa.config import NSAConfig
-from nsa.flags import Flags
 from nsa.kernels.prefill import split_turned_triton
 from nsa.module import NSAAttention
 from nsa.rotary import split_turned
 from nsa.tests.cases import strided
-from nsa.tests.helpers import left_for_the_collector, randn
+from nsa.tests.helpers import TRITON, left_for_the_collector, randn
 
 KERNEL = "_turn_kernel"
-TRITON = Flags(
-    use_triton_sel=True, sel_triton_min_L=1, sel_triton_allow_grad=True, triton_sel_force=True
-)
 SMALL = NSAConfig(dim=24, heads=6, groups=2, d_k=24, d_v=8, l=8, d=4, l_sel=16, n_sel=3, w=12)
 CONFIGS = [
     (SMALL, (2, 37)),

@@ -13,11 +13,9 @@ import torch
 import nsa
 from nsa import oracle
 from nsa.blocks import num_compressed
-from nsa.flags import Flags
 from nsa.tests.cases import BF16, F16, F32, ends_of
-from nsa.tests.helpers import deterministic, make_block_indices, make_qkv, randn
+from nsa.tests.helpers import TRITON, deterministic, make_block_indices, make_qkv, randn
 
-FLAGS = Flags(use_triton_sel=True, sel_triton_allow_grad=True)
 L, D, L_SEL, W = 8, 4, 16, 9
 S = 41  # not whole tiles of queries
 BAD = NAN, INF, LARGE = [math.nan, math.inf, 60000.0]
@@ -150,7 +148,7 @@ def branch(name, backend, **how):
         from nsa.kernels.prefill import compressed_attention_triton as cmp
         from nsa.kernels.prefill import sliding_attention_triton as win
     else:
-        cmp, win, how = nsa.compressed_attention, None, dict(how, backend=backend, flags=FLAGS)
+        cmp, win, how = nsa.compressed_attention, None, dict(how, backend=backend, flags=TRITON)
     if name == "compressed":
         return lambda q, k, v: cmp(q, k, v, l=L, d=D, **how)[0]
     if name == "sliding":
@@ -315,7 +313,7 @@ def test_a_query_that_is_no_number_tells(backend, name, n, bad, where):
     q[:, 0, :, 1], k = bad, k.abs()
     first = torch.zeros(1, n, 2, 1, dtype=torch.int32, device=q.device)
     spans = torch.stack([first, first + torch.arange(1, n + 1).to(first)[:, None, None]], -1)
-    how = dict(backend=backend, flags=FLAGS)
+    how = dict(backend=backend, flags=TRITON)
     out = {
         "sliding": lambda: nsa.sliding_attention(q, k, v, window=W, **how),
         "compressed": lambda: nsa.compressed_attention(q, k, v, l=1, d=1, **how)[0],
@@ -349,7 +347,7 @@ def test_lse_is_that_of_the_seen_keys(backend, name):
 def test_choice_of_blocks(backend, bad, where):
     n = num_compressed(S, L, D)
     q, k, _ = inputs(n + 2, dtype=F16, device=where["device"])
-    how = dict(l=L, d=D, l_sel=4, n_sel=5, backend=backend, flags=FLAGS)
+    how = dict(l=L, d=D, l_sel=4, n_sel=5, backend=backend, flags=TRITON)
     was = nsa.select_blocks(q, k, **how)
     for row in (n, n - 1, 3):
         bad_k = k.clone()
@@ -370,7 +368,7 @@ def layer(dtype=F32, device="cpu", B=2, h=2):
 
 
 def whole(tensors, backend):
-    how = dict(l=L, d=D, l_sel=L_SEL, n_sel=3, window=W, backend=backend, flags=FLAGS)
+    how = dict(l=L, d=D, l_sel=L_SEL, n_sel=3, window=W, backend=backend, flags=TRITON)
     return outcome(lambda *x: nsa.nsa_attention(*x, **how), *tensors)
 
 
@@ -447,7 +445,7 @@ def test_attention_at_a_gpus_sizes(packed, h, name, kernel_device):
 
     def run(x):
         x = {m: (t.flatten(0, 1) if packed else t).detach().requires_grad_() for m, t in x.items()}
-        out = nsa.nsa_attention(**x, **how, flags=FLAGS, backend="triton")
+        out = nsa.nsa_attention(**x, **how, flags=TRITON, backend="triton")
         dq = torch.autograd.grad(out, x["q"], torch.ones_like(out))[0]
         return [t.detach().view(2, n, *t.shape[-2:]) for t in (out, dq)]
 
