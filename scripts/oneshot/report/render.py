@@ -6,6 +6,7 @@ bundle.json is left alone. The plots come last, so that a render that is cut sho
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -82,6 +83,7 @@ def document(
     }
 
 
+@functools.cache
 def _template(name: str, escape: bool) -> Any:
     import jinja2
 

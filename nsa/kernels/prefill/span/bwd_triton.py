@@ -354,9 +354,7 @@ def span_attention_bwd(
     if delta is None:
         delta, _ = attention_delta(out, grad_out)
     at = Rows.of(q, k, cu_q, cu_k)
-    pass_of_both = chosen
-    if chosen is False:
-        pass_of_both = one_pass(q, k, v, grad_out, use_gluon)
+    pass_of_both = one_pass(q, k, v, grad_out, use_gluon) if chosen is False else chosen
     if pass_of_both:
         if first and dq is not None:
             dq.zero_()
