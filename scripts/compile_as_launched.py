@@ -39,9 +39,9 @@ from triton.runtime import driver
 
 from nsa import kernels
 from nsa.fp8 import KVCacheDtype
-from nsa.kernels.aot import ARCHS, SHARED_LIMIT, AotCase, case_of, usage
 from nsa.kernels.launch import Launch, planning
 from nsa.kernels.prefill import limits
+from scripts.aot import ARCHS, SHARED_LIMIT, AotCase, case_of, usage
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
 SPILLED = 336  # bytes of stack from which a kernel is listed; the slowest kept tile has as many

@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # an eighth of the time
 
 from bench.records import doc_parser
-from nsa.kernels import aot
-from nsa.kernels.aot import AotCase
+from scripts import aot
+from scripts.aot import AotCase
 
 LOCKS = Path(__file__).resolve().parent.parent / "nsa" / "tests" / "locks"
 LOCK = LOCKS / "kernels.json"

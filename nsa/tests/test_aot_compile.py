@@ -18,8 +18,8 @@ import sys
 import pytest
 
 from nsa import dispatch, kernels
-from nsa.kernels.aot import ARCHS, SHARED_LIMIT, AotCase, Resources, content, unrounded_sums
 from scripts import lock as locks
+from scripts.aot import ARCHS, SHARED_LIMIT, AotCase, Resources, content, unrounded_sums
 
 pytestmark = [
     pytest.mark.skipif(dispatch.interpreting(), reason="TRITON_INTERPRET=1 replaces the compiler"),

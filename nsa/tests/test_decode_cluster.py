@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from nsa.flags import clear_flags_cache
-from nsa.kernels.aot import usage
 from nsa.kernels.decode import cluster, nsa_decode_triton
 from nsa.kernels.decode.cluster import compile_cluster, plan, why_not
 from nsa.kernels.tiles import cdiv
 from nsa.tests import test_decode_kernels as kernels
 from nsa.tests.test_decode_kernels import BF16, F16, F32, GIVEN, WIDE, Caches, Step
+from scripts.aot import usage
 
 NAME = "_decode_cluster_kernel"
 SMALL = dict(D=64, Dv=64, h=2, d=4, l=8, l_sel=16, w=16)

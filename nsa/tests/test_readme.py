@@ -9,7 +9,7 @@ import pytest
 
 from nsa.dispatch import LADDER, REASONS, Branch
 from nsa.flags import flag_fields, variables
-from nsa.kernels.aot import ARCHS
+from scripts.aot import ARCHS
 from scripts.oneshot.__main__ import main
 from scripts.oneshot.record import judge
 from scripts.oneshot.run.arguments import parser
