@@ -189,8 +189,8 @@ def selection_cells(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[Cell]
 
 
 def _keys(row: Mapping[str, str], where: str) -> int:
-    """What NSA_FA2_MIN_LEN_* is compared with: column key_len, else min(w, S) for the window and
-    the number of compressed keys of S tokens for the compressed branch."""
+    """Return the keys that NSA_FA2_MIN_LEN_* is compared with: column key_len, else min(w, S) for
+    the window and the number of compressed keys of S tokens for the compressed branch."""
     S = _count(row, "S", where)
     if row.get("key_len"):
         return _count(row, "key_len", where)

@@ -30,18 +30,17 @@ def check_dtype(name: str, x: Any, kind: str, *dtypes: torch.dtype) -> None:
         raise TypeError(f"{name} must be {kind}, got {getattr(x, 'dtype', type(x).__name__)}")
 
 
-def check_device(name: str, x: Tensor, device: torch.device, owner: str = "q's device") -> None:
-    """Raise ValueError unless x is on `device`, which the error calls `owner`."""
+def check_device(name: str, x: Tensor, device: torch.device, owner: str = "q's") -> None:
+    """Raise ValueError unless x is on `device`, which the error says is the owner's."""
     if x.device != device:
-        raise ValueError(f"{name} must be on {owner} {device}, got {x.device}")
+        raise ValueError(f"{name} must be on {owner} device {device}, got {x.device}")
 
 
 def check_float(name: str, x: Tensor, other: Tensor, owner: str = "q's") -> None:
     """Raise TypeError or ValueError unless x has a float dtype and is on other's device."""
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
-    if x.device != other.device:
-        raise ValueError(f"{name} must be on {owner} device {other.device}, got {x.device}")
+    check_device(name, x, other.device, owner)
 
 
 def check_beside(
@@ -96,7 +95,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, kv
 def check_packed(
     cu_seqlens: Tensor | None, max_seqlen: int | None, x: Tensor, q_start: int = 0
 ) -> int | None:
-    """max_seqlen of packed tokens x [T, ..]; without it a GPU has to be waited for.
+    """Return max_seqlen of packed tokens x [T, ..]; without it a GPU has to be waited for.
 
     Raises TypeError or ValueError that names the argument. With max_seqlen, values of cu_seqlens
     are checked on CPU only; on a GPU kernels that need max_seqlen stop the device if it is too
@@ -114,7 +113,7 @@ def check_packed(
     check_dtype("cu_seqlens", cu_seqlens, "an int32 tensor", torch.int32)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must be [nseq + 1], got shape {list(cu_seqlens.shape)}")
-    check_device("cu_seqlens", cu_seqlens, x.device, "the tokens' device")
+    check_device("cu_seqlens", cu_seqlens, x.device, "the tokens'")
     if cu_seqlens.is_cuda and max_seqlen is not None:
         return max_seqlen
     refuse_export("cu_seqlens")
@@ -128,7 +127,7 @@ def check_packed(
 
 
 def check_reach(name: str, k: Tensor, q: Tensor, q_start: int, cu_seqlens: Tensor | None) -> None:
-    """k must hold the key of every query; packed keys are those of the queries and no more."""
+    """Raise ValueError unless k holds the key of every query, and packed keys no others."""
     have = k.shape[-3]
     if cu_seqlens is not None and have != q.shape[0]:
         raise ValueError(f"{name} must have q's T={q.shape[0]} packed tokens, got {have}")
@@ -142,7 +141,7 @@ def check_reach(name: str, k: Tensor, q: Tensor, q_start: int, cu_seqlens: Tenso
 def check_window(
     k_win: Tensor, q: Tensor, window: int, q_start: int, cu_seqlens: Tensor | None
 ) -> None:
-    """The last query stands at k_win's last key, and the first one's window must be there."""
+    """Raise ValueError unless k_win ends at the last query and has the first one's window."""
     if cu_seqlens is not None:
         return check_reach("k_win", k_win, q, 0, cu_seqlens)
     S, have = q.shape[1], k_win.shape[1]
@@ -158,8 +157,8 @@ def check_compressed_count(
     k_cmp: Tensor, q: Tensor, l: int, d: int, q_start: int, cu_seqlens: Tensor | None,
     raw: int | None = None,
 ) -> None:  # fmt: skip
-    """k_cmp must hold every compressed key that the last query may see. It may be a longer buffer,
-    but not as long as the keys before compression, of which there are `raw`."""
+    """Raise ValueError unless k_cmp holds every compressed key that the last query may see. It may
+    be a longer buffer, but not as long as the keys before compression, of which there are `raw`."""
     have = k_cmp.shape[-3]
     if cu_seqlens is None:
         need, where = num_compressed(q_start + q.shape[1], l, d), "q_start + S tokens"
@@ -189,7 +188,7 @@ def check_compressed_count(
 def check_chosen(
     q: Tensor, k: Tensor, block_indices: Any, ranges: Any, cu_seqlens: Tensor | None
 ) -> None:
-    """One of block_indices [.., G, n] and ranges [.., G, n, 2] must name the keys of q's rows."""
+    """Raise unless one of block_indices [.., G, n] and ranges [.., G, n, 2] fits q and k."""
     if (block_indices is None) == (ranges is None):
         raise ValueError("give either block_indices or ranges")
     name, given = ("ranges", ranges) if block_indices is None else ("block_indices", block_indices)
@@ -208,7 +207,7 @@ def check_chosen(
 
 
 def check_block_indices(block_indices: Tensor, block_size: int, keys: int) -> None:
-    """No block may lie behind the last of so many keys: such indices are of another block size.
+    """Check that no block lies behind the last of so many keys, as those of another block size do.
 
     Raises ValueError on a CPU. A GPU, which nobody shall wait for, and a compiled graph check by an
     assertion of their own; under vmap, where values cannot be had, nothing is checked.

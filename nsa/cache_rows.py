@@ -93,7 +93,7 @@ class CacheRows:
             k, v = (self._at(name, here) for name in names)
         return k, v
 
-    # What sequences of one length hold, as nsa_attention takes it.
+    # These three are for sequences of one length, and return keys and values for nsa_attention.
 
     def compressed(self) -> tuple[Tensor, Tensor]:
         return self._between("cmp", 0, self.emitted)
@@ -102,7 +102,7 @@ class CacheRows:
         return self._between("sel", 0, self.length)
 
     def window(self, T: int) -> tuple[Tensor, Tensor]:
-        """Of the T newest queries: their keys and values and the w - 1 before."""
+        """Return the keys and values of the T newest queries and the w - 1 before them."""
         first = max(0, self.length - T - (self.sizes["window"] - 1))
         return self._between("win", first, self.length)
 

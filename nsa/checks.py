@@ -1,4 +1,4 @@
-"""What public functions and kernel wrappers ask about a call, and the softmax scale of it."""
+"""Questions about a call that public functions and kernel wrappers share, and its softmax scale."""
 
 from __future__ import annotations
 

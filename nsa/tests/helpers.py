@@ -62,8 +62,8 @@ def make_layer(
     B: int | None = 1, n_cmp: int | None = None, dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu", seed: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    """What nsa_attention takes: q, keys and values of the three branches, each N(0, 1), and gates;
-    of B sequences, or packed (None) with n_cmp compressed keys."""
+    """Return the tensors that nsa_attention takes: q, keys and values of the three branches, each
+    N(0, 1), and gates; of B sequences, or packed (None) with n_cmp compressed keys."""
     n_cmp = num_compressed(S, l, d) if n_cmp is None else n_cmp
     lead, kw = () if B is None else (B,), dict(dtype=dtype, device=device)
     draw = lambda i, n, *tail: randn(*lead, n, *tail, seed=10 * seed + i, **kw)

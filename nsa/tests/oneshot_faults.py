@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMMIT = "abc1234"
-# What git says of a clean checkout: to ask it of this one takes a third of a short run's time.
+# A clean checkout's answers: asking git about this one takes a third of a short run's time.
 CLEAN = dict.fromkeys(("head", "diff_sha256", "diffstat", "remote", "source_sha256", "hidden")) | {
     "commit": COMMIT + "f" * 33, "short": COMMIT, "branch": "main", "dirty": False,
     "untracked": 0, "source": "git",

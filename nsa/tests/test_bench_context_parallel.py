@@ -88,7 +88,7 @@ def test_two_ranks_exchange_and_have_no_number_for_what_did_not_do_its_work(two_
     assert lies[0][0]["status"] == "FAILED"
     why = lies[0][0]["why"][0]
     assert why.endswith("numbers of the result are wrong, counted over all ranks")
-    # Of a file each: what two ranks print at once can share a line.
+    # Each rank writes a file of its own, since two prints at once can share a line.
     for rank in range(2):
         codes = (out / f"nccl.csv.codes{rank}").read_text().split()
         assert len(codes) == 4 and codes[0] == "1" and codes[-1] == "0"

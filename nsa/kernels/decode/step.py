@@ -314,8 +314,8 @@ def _int32(x: Tensor) -> Tensor:
 
 
 class _Step(NamedTuple):
-    """What the launches of one step share. tensors: in the order in which _run() names them;
-    lengths: of the page table and of the three caches."""
+    """Holds the arguments that all launches of one step share. tensors: in the order in which
+    _run() names them; lengths: of the page table and of the three caches."""
 
     problem: StepProblem
     branch: str | None

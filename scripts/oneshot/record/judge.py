@@ -254,7 +254,7 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
 
 
 def _groups(stages: list[StageResult]) -> dict[str, list[StageResult]]:
-    """The stages that were not right, by what is said of them."""
+    """Return the stages that were not right, by what is said of them."""
     failed = [s for s in stages if s.status is Status.FAIL]
     soft = ("INVALID", "UNSTABLE")
     ended = [s for s in stages if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA)]
@@ -276,7 +276,7 @@ def _status(
     passes: bool,
     no_valid: bool,
 ) -> tuple[str, int]:
-    """Status and exit code. passes: a stage did; no_valid: there are times, and none is VALID."""
+    """Return status and exit code. passes: a stage did; no_valid: no time is VALID, of some."""
     wrong, broken, _, absent, shaky = groups.values()
     wrong_rows = counts["failed"] or counts["parity_pass"] < counts["parity_total"]
     proven = counts["passed"] or counts["parity_pass"] or counts["bench_valid"]
@@ -304,7 +304,7 @@ def _parts(
     status: str,
     bench_skipped: int,
 ) -> Iterator[str | None]:
-    """What the one line says after the status, as far as there is something to say."""
+    """Yield what the one line says after the status; what is empty is left out."""
     absent, on_cpu = groups["not run"], record.scope == "cpu"
     if on_cpu:
         yield "CPU profile, says nothing about any GPU"
