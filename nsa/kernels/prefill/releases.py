@@ -26,41 +26,43 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
-# A store is the shared memory that carve() gives tensors of: `units` units of `unit` bytes each.
-# Barriers are in its head, the first `head` units, whose address kernels know. With ONLY_WHOLE the
-# head is an allocation of its own. What is behind it is one allocation too, of whole multiples of
-# `tile` units, which every tensor there divides; or, where tile is 0, one for each tensor. The
-# compiler puts larger allocations first, the head last.
+@gluon.constexpr_function
+def store_of(units: int, unit: int, head: int = 1, tile: int = 0) -> tuple[int, int, int, int]:
+    """Describe a store, the shared memory that carve() gives tensors of: `units` units of `unit`
+    bytes each. Barriers are in its head, the first `head` units, whose address kernels know.
+
+    With ONLY_WHOLE the head is an allocation of its own. What is behind it is one allocation too,
+    rounded up to multiples of `tile` units, which every tensor there divides; or, where tile is 0,
+    one for each tensor. The compiler puts larger allocations first, the head last.
+    """
+    if ONLY_WHOLE and tile:
+        units = head + -(-(units - head) // tile) * tile
+    return units, unit, head, tile
 
 
 @gluon.constexpr_function
-def units_behind(units: int, head: int, tile: int) -> int:
-    """Units of a store behind its head."""
-    return -(-(units - head) // tile) * tile if ONLY_WHOLE and tile else units - head
+def head_address(store: tuple[int, int, int, int]) -> int:
+    """Return where a store's head is, in bytes from the beginning of shared memory."""
+    units, unit, head, _ = store
+    return (units - head) * unit if ONLY_WHOLE else 0
 
 
 @gluon.constexpr_function
-def head_address(units: int, unit: int, head: int, tile: int) -> int:
-    """Where a store's head is, in bytes from the beginning of shared memory."""
-    return units_behind(units, head, tile) * unit if ONLY_WHOLE else 0
-
-
-@gluon.constexpr_function
-def from_head(at: int, unit: int, head: int, head_at: int) -> int:
-    """Bytes from a store's head to unit `at` behind it; head_at: head_address()."""
-    return (at - head) * unit - head_at if ONLY_WHOLE else at * unit
+def from_head(store: tuple[int, int, int, int], at: int) -> int:
+    """Return the bytes from a store's head to unit `at` behind it, negative with ONLY_WHOLE."""
+    units, unit, _, _ = store
+    return (at - units) * unit if ONLY_WHOLE else at * unit
 
 
 @builtin
-def make_store(units: Any, unit: Any, head: Any, tile: Any, _semantic: Any = None) -> Any:
+def make_store(store: Any, _semantic: Any = None) -> Any:
     """Allocate a store."""
-    units, unit, head, tile = (_unwrap_if_constexpr(x) for x in (units, unit, head, tile))
+    units, unit, head, tile = (_unwrap_if_constexpr(x) for x in _unwrap_if_constexpr(store))
     layout = gl.SwizzledSharedLayout(1, 1, 1, [0])
     make = lambda n: gl.allocate_shared_memory(gl.int8, [n, unit], layout, _semantic=_semantic)
     if not ONLY_WHOLE:
         return make(units)
-    behind = [units_behind(units, head, tile)] if tile else []
-    return gl.tuple([make(n) for n in (head, *behind)])
+    return gl.tuple([make(n) for n in ((head, units - head) if tile else (head,))])
 
 
 @builtin
@@ -121,13 +123,13 @@ def _carve_rows(store: Any, at: int, dtype: Any, shape: Any, layout: Any, semant
     whole = memory._reinterpret(dtype, [rows, *row], layout, _semantic=semantic)
     if len(lengths) == rank:
         return whole.index(first, _semantic=semantic)
-    return Rows(whole, first, lengths, _semantic=semantic)
+    return Ring(whole, first, lengths, _semantic=semantic)
 
 
 if ONLY_WHOLE:
 
     @gluon.aggregate
-    class Rows:
+    class Ring:
         """Rows `first` .. of a view of a whole allocation, as many as shape[0]."""
 
         whole: gl.shared_memory_descriptor

@@ -44,6 +44,7 @@ from nsa.kernels.prefill.releases import (
     head_address,
     make_store,
     program_barrier,
+    store_of,
     tma_load,
     warpgroup_mma_wait,
 )
@@ -367,8 +368,9 @@ def _block_attn_fwd_hopper_kernel(
     TILE: gl.constexpr = KD.block_type.nbytes // UNIT
     K2_AT: gl.constexpr = 1 + 2 * STAGES * TILE
     UNITS: gl.constexpr = K2_AT + (STAGES * KD2.block_type.nbytes // UNIT if EXTRA > 0 else 0)
-    HEAD_AT: gl.constexpr = head_address(UNITS, UNIT, 1, 0)
-    store = make_store(UNITS, UNIT, 1, 0)
+    STORE: gl.constexpr = store_of(UNITS, UNIT)
+    HEAD_AT: gl.constexpr = head_address(STORE)
+    store = make_store(STORE)
     check_address(store, HEAD_AT)
     # Barriers `full` of all stages, then `empty`.
     bars = carve(store, 0, gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())

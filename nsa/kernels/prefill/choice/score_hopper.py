@@ -31,6 +31,7 @@ from nsa.kernels.prefill.releases import (
     head_address,
     make_store,
     program_barrier,
+    store_of,
     tma_load,
     warpgroup_mma_wait,
 )
@@ -361,8 +362,9 @@ def _block_score_hopper_kernel(
     UNITS: gl.constexpr = K2_AT + (STAGES * KD2.block_type.nbytes // UNIT if WIDER else 0)
     WARPS: gl.constexpr = gl.num_warps()
     BARRIERS: gl.constexpr = TURN + WARPS // 4
-    HEAD_AT: gl.constexpr = head_address(UNITS, UNIT, 1, 0)
-    store = make_store(UNITS, UNIT, 1, 0)
+    STORE: gl.constexpr = store_of(UNITS, UNIT)
+    HEAD_AT: gl.constexpr = head_address(STORE)
+    store = make_store(STORE)
     check_address(store, HEAD_AT)
     bars = carve(store, 0, gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     q_mem = carve(store, 1, QD.dtype, [Q_PLACES] + QD.block_type.shape, QD.layout)

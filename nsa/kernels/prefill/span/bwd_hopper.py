@@ -62,6 +62,7 @@ from nsa.kernels.prefill.releases import (
     head_address,
     make_store,
     program_barrier,
+    store_of,
     tma_load,
     view,
     warpgroup_mma_wait,
@@ -474,7 +475,7 @@ def _span_walk(
     DQ_AT: gl.constexpr, HEAD_AT: gl.constexpr,
 ):  # fmt: skip
     """The eight warps: a share of the queries past one tile of keys. DS_AT, DQ_AT: where memories
-    begin, in bytes."""
+    begin, in bytes from the head of the store, which is at HEAD_AT."""
     k_place, v_place, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, extras = buffers
     ROWS: gl.constexpr = BLOCK_Q * HEADS
     KEYS: gl.constexpr = k_place.shape[1]
@@ -635,6 +636,7 @@ def _span_bwd_hopper_kernel(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     DQ_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     # In lines of 128 bytes: barriers, lse and delta, then tiles.
+    # A row of lse takes two lines, and has to divide what is before it with ONLY_WHOLE.
     LSE_AT: gl.constexpr = 2 if ONLY_WHOLE else 1
     DELTA_AT: gl.constexpr = LSE_AT + STAGES * ROWS * 4 // LINE
     K_AT: gl.constexpr = (DELTA_AT + DO_STAGES * ROWS * 4 // LINE + 7) // 8 * 8
@@ -647,9 +649,9 @@ def _span_bwd_hopper_kernel(
     DQ_AT: gl.constexpr = DS_AT + 2 * KEYS * ROWS * 2 // LINE
     DQ2_AT: gl.constexpr = DQ_AT + ROWS * WIDTH * 4 // LINE
     LINES: gl.constexpr = DQ2_AT + ROWS * EXTRA * 4 // LINE
-    TILE: gl.constexpr = KEYS * WIDTH * 2 // LINE
-    HEAD_AT: gl.constexpr = head_address(LINES, LINE, K_AT, TILE)
-    store = make_store(LINES, LINE, K_AT, TILE)
+    STORE: gl.constexpr = store_of(LINES, LINE, K_AT, V_AT - K_AT)
+    HEAD_AT: gl.constexpr = head_address(STORE)
+    store = make_store(STORE)
     check_address(store, HEAD_AT)
     bars = carve(store, 0, gl.int64, [DQ_FREE + 1, 1], mbarrier.MBarrierLayout())
     lse_smem = carve(store, LSE_AT, gl.float32, [STAGES, ROWS], STATS.layout)
@@ -688,7 +690,7 @@ def _span_bwd_hopper_kernel(
             start, last, q_begin, m_begin, q_len, n0, k_begin, k_len,
             group, G, lse_row, delta_row, q_start, span_a, span_b, scale, scale_log2, MODE, BLOCK_Q,
             HEADS, STAGES, SPLIT, SIGNED, EXTRA,
-            from_head(DS_AT, LINE, K_AT, HEAD_AT), from_head(DQ_AT, LINE, K_AT, HEAD_AT), HEAD_AT,
+            from_head(STORE, DS_AT), from_head(STORE, DQ_AT), HEAD_AT,
         )),
         (_fetch_rows, (
             QD, QD2, DOD, STATS, buffers, bars, tiles, start, last, t0, group * HEADS, lse_row,

@@ -49,6 +49,7 @@ from nsa.kernels.prefill.releases import (
     head_address,
     make_store,
     program_barrier,
+    store_of,
     tma_load,
     tma_store,
     view,
@@ -450,7 +451,8 @@ def _consume(
     ASIDE_AT: gl.constexpr, HEAD_AT: gl.constexpr,
 ):  # fmt: skip
     """Two warpgroups: softmax and output of 64 rows each of every work item; of two spans the sum
-    of their outputs, each by its gate. Q_AT, ASIDE_AT: where memories begin, in bytes."""
+    of their outputs, each by its gate. Q_AT, ASIDE_AT: where memories begin, in bytes from
+    the head of the store, which is at HEAD_AT."""
     SCORES, SUMS, slab_rows, n_ld, room = scored
     QUERIES: gl.constexpr = q_mems[0].shape[1]
     HEADS: gl.constexpr = q_mems[0].shape[2]
@@ -599,8 +601,9 @@ def _run(
     Q2_AT: gl.constexpr = ASIDE_AT + (len(TILES) - 1) * Q_UNITS
     K2_AT: gl.constexpr = Q2_AT + (Q_STAGES * QDS[1].block_type.nbytes // UNIT if PARTS > 1 else 0)
     UNITS: gl.constexpr = K2_AT + (STAGES * KDS[1].block_type.nbytes // UNIT if PARTS > 1 else 0)
-    HEAD_AT: gl.constexpr = head_address(UNITS, UNIT, 1, Q_UNITS)
-    store = make_store(UNITS, UNIT, 1, Q_UNITS)
+    STORE: gl.constexpr = store_of(UNITS, UNIT, 1, Q_UNITS)
+    HEAD_AT: gl.constexpr = head_address(STORE)
+    store = make_store(STORE)
     check_address(store, HEAD_AT)
     bars = carve(store, 0, gl.int64, [RING + 4 * STAGES, 1], mbarrier.MBarrierLayout())
     q_mem = carve(store, 1, DTYPE, [Q_STAGES] + QD.block_type.shape, QD.layout)
@@ -628,7 +631,7 @@ def _run(
         (_consume, (
             O, LSE, GATES, scored, spans, q_mems, k_mems, v_mem, CU_Q, SQ, G, BATCH, ITEMS,
             scale_log2, slab_begin, TILES, VARLEN, SCORED,
-            from_head(1, UNIT, 1, HEAD_AT), from_head(ASIDE_AT, UNIT, 1, HEAD_AT), HEAD_AT,
+            from_head(STORE, 1), from_head(STORE, ASIDE_AT), HEAD_AT,
         )),
         (_produce, (
             QDS, spans, q_mems, k_mems, v_mem, bars, CU_Q, SQ, G, BATCH, ITEMS, slab_begin, TILES,
