@@ -267,13 +267,13 @@ class Pack(Prefill):
         """out and blocks of sequences first .. last."""
         from nsa.kernels import prefill
 
-        cu, cu_cmp = (x[first : last + 1] - x[first] for x in (self.cu, self.cu_cmp))
+        cu = self.cu[first : last + 1] - self.cu[first]
         rows = slice(self.begins[first], self.begins[last] if last < len(self.begins) else None)
         of_cmp = slice(self.begins_cmp[first], self.begins_cmp[last])
         names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
         xs = [getattr(self, n)[0, of_cmp if n.endswith("cmp") else rows] for n in names]
         out, aux = prefill.nsa_prefill_triton(
-            *xs, **self.sizes, window=self.shape.w, cu_seqlens=cu, cu_seqlens_cmp=cu_cmp,
+            *xs, **self.sizes, window=self.shape.w, cu_seqlens=cu,
             max_seqlen=self.SHORT if first else self.long,
         )  # fmt: skip
         return out[None], aux["block_indices"][None]

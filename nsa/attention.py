@@ -250,8 +250,8 @@ def _selected(
         call: Any = rungs.selected_again(args, flags)
 
         def checked(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Any:
-            # Values differ from call to call.
-            arguments.check_block_indices(blocks, block_size, k.shape[1])
+            if not blocks.is_cuda:  # where the kernel does not tell
+                arguments.check_block_indices(blocks, block_size, k.shape[1])
             return call(q, k, v, blocks)
 
         settled.keep(settled_by, call if block_indices is None else checked)
@@ -407,8 +407,6 @@ def nsa_attention(
     arguments.check_compressed_count(k_cmp, q, l, d, q_start, cu_seqlens, k_sel.shape[-3])
     arguments.check_reach("k_sel", k_sel, q, q_start, cu_seqlens)
     arguments.check_window(k_win, q, window, q_start, cu_seqlens)
-    if cu_seqlens is not None:
-        gates = gates_inside(gates, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
     args = dict(
         tensors=(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates), sizes=sizes,
@@ -433,6 +431,8 @@ def _by_branches(
     """nsa_attention's output and aux, each branch by a route of its own."""
     q, k, v, k_sel, v_sel, k_win, v_win, gates = args["tensors"]
     q_start, cu_seqlens = args["q_start"], args["cu_seqlens"]
+    if cu_seqlens is not None:
+        gates = gates_inside(gates, cu_seqlens)
     choose = dict(args["sizes"])
     window, l, d = choose.pop("window"), choose["l"], choose["d"]
     common: dict[str, Any] = dict(

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from nsa import log, reference, rotary, select
-from nsa.blocks import cu_seqlens_compressed, num_compressed
+from nsa.blocks import cu_seqlens_compressed, num_compressed, num_sel_blocks
 from nsa.cache import BranchKV
 from nsa.flags import Flags
 from nsa.kernels import fa2, sdpa  # which need no Triton
-from nsa.layouts import gates_inside, token_positions
+from nsa.layouts import token_positions
 from nsa.routes import Route
 
 Args = dict[str, Any]
@@ -166,6 +166,7 @@ def selected_again(args: Args, flags: Flags) -> Callable[..., Selected | None] |
 
         return functools.partial(
             selection_blocks_triton, use_gluon=flags.use_gluon, q_start=args["q_start"],
+            n_blocks=num_sel_blocks(args["k"].shape[1], args["block_size"]),
             **_only(args, "block_size", "softmax_scale", "return_lse"),
         )  # fmt: skip
     from nsa.kernels.triton_sel_kernel.by_ranges import planned
@@ -258,26 +259,19 @@ def _fused(args: Args, flags: Flags) -> Callable[..., tuple[Tensor, dict[str, An
 
 def prefill_triton(args: Args, flags: Flags) -> tuple[Tensor, dict[str, Any]]:
     """The fused operator on nsa_attention's arguments: out and {"block_indices", "lse"}."""
-    cu, sizes = args["cu_seqlens"], args["sizes"]
-    cu_cmp = None if cu is None else cu_seqlens_compressed(cu, sizes["l"], sizes["d"])
-    out, aux = _fused(args, flags)(*args["tensors"], cu_seqlens_cmp=cu_cmp)
-    log_block_reads(aux["block_indices"], sizes["l_sel"], args["q_start"], cu, flags)
+    out, aux = _fused(args, flags)(*args["tensors"])
+    where = (args["sizes"]["l_sel"], args["q_start"], args["cu_seqlens"])
+    log_block_reads(aux["block_indices"], *where, flags)
     return out, aux
 
 
 def prefill_again(args: Args, flags: Flags) -> Callable[..., Tensor]:
     """Return a call of the fused operator for tensors like these, with the cu_seqlens of a pack
     behind them; for settled.keep()."""
+    fused = _fused(args, flags)
     if args["cu_seqlens"] is None:
-        fused = _fused(args, flags)
         return lambda *tensors: fused(*tensors)[0]
-
-    def of_pack(*given: Tensor) -> Tensor:
-        *tensors, gates, cu = given
-        more = dict(tensors=(*tensors, gates_inside(gates, cu)), cu_seqlens=cu)
-        return prefill_triton({**args, **more}, flags)[0]
-
-    return of_pack
+    return lambda *given: fused(*given[:-1], cu_seqlens=given[-1])[0]
 
 
 def step_triton(args: Args, flags: Flags) -> tuple[Tensor, Tensor]:

@@ -119,8 +119,7 @@ def prefill(
     more: dict[str, Any] = {}
     if packed:
         tensors = [x[0] for x in tensors]
-        ends = lambda n: torch.tensor([0, n], dtype=torch.int32)
-        more = dict(cu_seqlens=ends(S), cu_seqlens_cmp=ends(n_cmp), max_seqlen=S)
+        more = dict(cu_seqlens=torch.tensor([0, S], dtype=torch.int32), max_seqlen=S)
     for x in tensors:
         x.requires_grad_()
     torch.use_deterministic_algorithms(deterministic)
@@ -177,8 +176,9 @@ def blocks(
     ends = dict(cu_seqlens=torch.tensor([0, S], dtype=torch.int32), max_seqlen=S) if packed else {}
     chosen = torch.zeros(*lead, groups, 16, dtype=torch.int32)
     out = selection_blocks_triton(
-        q, k, v, chosen, block_size=64, use_gluon=False, return_lse=return_lse, **ends
-    )
+        q, k, v, chosen, block_size=64, use_gluon=False, return_lse=return_lse,
+        n_blocks=None if packed else -(-S // 64), **ends,
+    )  # fmt: skip
     outs = out if return_lse else (out,)
     torch.autograd.grad(outs, (q, k, v), [torch.zeros_like(x) for x in outs])
 

@@ -17,18 +17,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor  # torch.library evaluates the annotations of what is wrapped here
 from triton import knobs
-from triton.runtime import build, driver
+from triton.runtime import JITFunction, build, driver
 
 from nsa import launches
 from nsa.kernels import cache_key
 
 # Multiplications and additions in one: the default until 3.8, of which 3.9 warns that it changes.
-OPTIONS = {"enable_fp_fusion": True}
+# Kernels with assertions, which need `debug`, assert nothing but what they say.
+OPTIONS = {"enable_fp_fusion": True, "sanitize_overflow": False}
 LARGE = 1 << 31
 NOT_COMPILED = "a kernel was not compiled yet"  # why a call is not recorded this time
 MOST_MADE = 4096
 Made = tuple[Any, Any, tuple]  # a kernel, what Triton compiled of it, the constexprs of that
 _made: dict[tuple, Made] = {}
+_of_packs: dict[int, Any] = {}  # by the id of a kernel
 
 
 _load, _loading = build._load_module_from_path, threading.Lock()
@@ -185,7 +187,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if len(_made) >= MOST_MADE:
         _made.clear()
-    key, given = _key(kernel, args, constants)
+    packed = constants.get("VARLEN", False)
+    if packed:
+        kernel = _for_packs(kernel, args)
+    key, given = _key(kernel, args, constants, packed)
     found = _made.get(key)  # asked once: another thread may clear it any time
     if found is None or _state.planned is not None:
         return _launch(_made, key, kernel, grid, args, constants)
@@ -310,12 +315,28 @@ def ready(made: Any, grid: tuple, stream: Any, args: Iterable[Any]) -> Callable[
     return functools.partial(in_c, *given[0])
 
 
-def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple[tuple | None, list]:
+def _for_packs(kernel: Any, args: tuple) -> Any:
+    """The kernel compiled once for all numbers of sequences and rows, which differ from pack to
+    pack: Triton would compile it anew where one of them is 1, or becomes a multiple of 16."""
+    found = _of_packs.get(id(kernel))
+    if found is None:
+        if not isinstance(kernel, JITFunction):  # the interpreter's
+            return kernel
+        numbers = [n for n, x in zip(kernel.arg_names, args, strict=False) if type(x) is int]
+        made = type(kernel)(kernel.fn, do_not_specialize=numbers)
+        found = _of_packs.setdefault(id(kernel), made)
+    return found
+
+
+def _key(
+    kernel: Any, args: tuple, constants: dict[str, Any], packed: bool
+) -> tuple[tuple | None, list]:
     """What tells compiled kernels apart, as finely as Triton does, None for what it does not know;
     and the arguments with addresses for tensors.
 
     Of tensors dtype and alignment, and whether a GPU reaches them, which addresses do not tell; of
-    ints whether they are 1, or a multiple of 16, or need more than 32 bits.
+    ints whether they need more than 32 bits and, but for those of packs, whether they are 1 or a
+    multiple of 16.
     """
     given: list[Any] = []
     if not hasattr(kernel, "device_caches"):  # the interpreter's
@@ -324,7 +345,8 @@ def _key(kernel: Any, args: tuple, constants: dict[str, Any]) -> tuple[tuple | N
     for x in args:
         kind = type(x)
         if kind is int:
-            key.append("1" if x == 1 else (x & 15 == 0, -LARGE <= x < LARGE, x < LARGE << 32))
+            special = None if packed else x == 1 or x & 15 == 0 and 16
+            key.append((special, -LARGE <= x < LARGE, x < LARGE << 32))
         elif kind is Tensor or isinstance(x, Tensor):
             at = x.data_ptr()
             key.append((x.dtype, at & 15 == 0, x.is_cuda))

@@ -79,7 +79,7 @@ class Zeroing(NamedTuple):
 class Output(NamedTuple):
     memory: int
     dtype: torch.dtype
-    shape: torch.Size
+    shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int  # elements
 
@@ -197,7 +197,8 @@ class Recorder(TorchDispatchMode):
                 of = self.memories[memory]
                 if of is None or of.size % x.element_size():
                     raise Refused("a result in an input's memory, or in odd bytes")
-            found.append(Output(memory, x.dtype, x.shape, x.stride(), offset // x.element_size()))
+            offset //= x.element_size()
+            found.append(Output(memory, x.dtype, tuple(x.shape), x.stride(), offset))
         return found
 
 

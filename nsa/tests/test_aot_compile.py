@@ -234,6 +234,38 @@ def test_what_a_prefill_bench_launches_was_compiled_before(apart):
     assert not missing and int(last.split()[0]) > 20
 
 
+PACKS = """
+import torch
+from nsa.kernels.launch import planning
+from nsa.kernels.prefill import nsa_prefill_triton
+
+c.pretend(90, {})
+torch.autograd.set_multithreading_enabled(False)
+make = lambda n, *tail: torch.zeros(n, *tail, dtype=torch.bfloat16, requires_grad=True)
+known = set()
+for lengths in ([8192], [4096, 4096], [2731, 2730, 2731], [1000] * 8 + [192], [8113], [500] * 16):
+    T, n_cmp = sum(lengths), sum((n - 32) // 16 + 1 for n in lengths)
+    x = [make(T, 32, 128), *(make(n, 2, 128) for n in (n_cmp, n_cmp, T, T, T, T)), make(T, 32, 3)]
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    with planning() as planned:
+        out, _ = nsa_prefill_triton(
+            *x, l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512,
+            cu_seqlens=cu_seqlens, max_seqlen=8192,
+        )
+        torch.autograd.grad(out, x, torch.zeros_like(out))
+    of_packs = [one for one in planned.launches if one.constants.get("VARLEN")]
+    print(len(of_packs), len({one.key for one in of_packs} - known))
+    known |= {one.key for one in of_packs}
+"""
+
+
+def test_kernels_of_packs_are_compiled_once_whatever_the_lengths(apart):
+    code, said = apart(PACKS)
+    assert code == 0, code
+    (of_packs, new), *others = (map(int, line.split()) for line in said.splitlines())
+    assert of_packs >= new > 8 and [new for _, new in others] == [0] * 5, said
+
+
 FLAGS = """
 import os, threading, torch, nsa
 from torch.utils.checkpoint import checkpoint

@@ -298,19 +298,32 @@ graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):  # nothing waits for the device
     run(last)
 graph.replay()
+pack, short = (torch.tensor(x, device="cuda", dtype=torch.int32) for x in ([0, 40, 80], [0, 9, 18]))
+def whole(cu_seqlens, max_seqlen=40):
+    x = torch.randn(80, 2, 16, device="cuda", dtype=torch.float16)
+    nsa.nsa_attention_shared_kv(x, x, x, torch.rand_like(x[..., :3]), l=8, d=4, l_sel=16, n_sel=3,
+                                window=8, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+whole(pack)
 torch.cuda.synchronize()
 print("fine so far", flush=True)
-run(behind)
-torch.cuda.synchronize()
 """
+ASSERTED = {
+    "run(torch.full((2, 40, 2, 2), 3, device='cuda'))":
+        "block_indices must be below 3, the blocks of 16 in 40 keys",
+    "run(behind)": "block_indices must be below the blocks of block_size in the keys",
+    "whole(short, 9); whole(pack, 9)":
+        "max_seqlen must be at least the longest sequence of cu_seqlens",
+}  # fmt: skip
 
 
-def test_a_gpu_tells_of_a_block_behind_the_keys(cuda):
-    """By an assertion on the device, after which it is of no use to this process."""
-    done = subprocess.run([sys.executable, "-c", GPU], capture_output=True, text=True)
-    assert "fine so far" in done.stdout and done.returncode
-    assert "must be below 3, the blocks of 16 in 40 keys" in done.stderr
-    assert "device-side assert" in done.stderr
+@pytest.mark.parametrize("call", ASSERTED)
+def test_a_gpu_tells_of_what_its_values_forbid(call, cuda):
+    """By an assertion on the device, after which it is of no use to this process; of a call that
+    was checked before, without numbers."""
+    code = f"{GPU}{call}\ntorch.cuda.synchronize()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "fine so far" in done.stdout and done.returncode, done.stderr
+    assert ASSERTED[call] in done.stderr and "device-side assert" in done.stderr, done.stderr
 
 
 def test_raw_keys_of_a_pack_are_told_without_waiting_for_a_gpu(cuda):

@@ -16,6 +16,8 @@ from nsa.compress import mean_pool
 from nsa.kernels import prefill
 from nsa.kernels.prefill import hopper, packs
 from nsa.kernels.prefill.choice import score_topn_triton
+from nsa.kernels.prefill.packs import inside_pack
+from nsa.layouts import gates_inside
 from nsa.tests.cases import F16, NAMES, PAPER, WIDE, Case, Inputs, ends_of
 from nsa.tests.helpers import (
     TRITON,
@@ -65,9 +67,7 @@ def mixes() -> list:
 def test_a_pack_is_each_sequence_alone(case, fixed, device):
     """Forward and gradients, through the library; rows of no sequence are 0 and get none, whatever
     they hold."""
-    attend = lambda *x, cu_seqlens_cmp=None, **how: nsa.nsa_attention(
-        *x, **how, **KERNELS, return_aux=True
-    )
+    attend = lambda *x, **how: nsa.nsa_attention(*x, **how, **KERNELS, return_aux=True)
     with deterministic(fixed), launches.recording() as counts:
         whole_case("pack", Inputs(case, device), attend)
     # One launch each with a gradient, without one, and by the choice's own operator; one more where
@@ -167,6 +167,19 @@ def test_max_seqlen_is_a_bound_for_the_choice_of_blocks_alone(kernel_device):
         q, k, v, chosen, block_size=16, cu_seqlens=cu, max_seqlen=n
     )
     assert torch.equal(attend(1), attend(37))
+
+
+@pytest.mark.parametrize("lengths, beyond", [
+    ((5,), 0), ((0, 53, 1, 0, 7, 8, 9), 3), ((0,), 4), ((9, 0, 40) * 200, 1),
+], ids=["one", "some", "none", "many"])  # fmt: skip
+def test_what_a_pack_is_made_into_first(lengths, beyond, kernel_device):
+    """Gates of rows that belong to no sequence are 0, and compressed keys begin where they do."""
+    cu = ends_of(lengths).to(kernel_device)
+    gates = torch.rand(sum(lengths) + beyond, 6, 3, device=kernel_device)
+    gates[sum(lengths) :] = math.nan
+    inside, cu_cmp = inside_pack(gates, cu, 8, 4, max(lengths))
+    assert torch.equal(cu_cmp, blocks.cu_seqlens_compressed(cu, 8, 4))
+    assert torch.equal(inside, gates_inside(gates, cu))
 
 
 @pytest.mark.parametrize("kind", ["few", "mixed", "out_of_bounds"])
@@ -269,7 +282,7 @@ def test_packs_cost_what_their_tokens_do(fixed, costs):
         with deterministic(fixed):
             out, _ = prefill.nsa_prefill_triton(
                 *xs, l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512,
-                cu_seqlens=cu, cu_seqlens_cmp=cu_cmp, max_seqlen=T,
+                cu_seqlens=cu, max_seqlen=T,
             )  # fmt: skip
             torch.autograd.grad(out, xs, torch.zeros_like(out))
         return Counter(costs)

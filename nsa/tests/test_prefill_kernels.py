@@ -112,17 +112,8 @@ def whole_case(case: str, x: Inputs, call=prefill.nsa_prefill_triton) -> None:
         *win, gates = win_and_gates
         if shape.q_start:  # from the first key on that the window of a chunk reaches
             win = [t[:, max(0, shape.q_start + 1 - shape.w) :] for t in win]
-        out, aux = call(
-            q,
-            k_cmp,
-            v_cmp,
-            k,
-            v,
-            *win,
-            gates,
-            **shape.whole,
-            **x.packing(compressed=True, longest=True),
-        )
+        how = dict(shape.whole, **x.packing(longest=True))
+        out, aux = call(q, k_cmp, v_cmp, k, v, *win, gates, **how)
         blocks, lse = aux["block_indices"].reshape(-1, shape.G, shape.n_sel), aux["lse"]
         T = len(x.do)
         assert not shape.beyond or ((blocks[T:] == -1).all() and lse[T:].isneginf().all())
@@ -368,9 +359,7 @@ def test_gates_of_any_sign(shape, passes, device):
 @pytest.mark.parametrize("shape", [SIGNED[3]], ids=str)
 def test_gates_of_any_sign_through_the_library(shape, device):
     """What test_packs.py does not do in the interpreter either: at a GPU's size."""
-    call = lambda *x, cu_seqlens_cmp=None, **how: nsa.nsa_attention(
-        *x, **how, backend="triton", return_aux=True
-    )
+    call = lambda *x, **how: nsa.nsa_attention(*x, **how, backend="triton", return_aux=True)
     whole_case("signs-library", any_gates(Inputs(shape, device, seed=6)), call)
 
 
@@ -431,7 +420,7 @@ def test_without_gradients_the_same_in_less_memory(shape, device, monkeypatch):
     x, kept = Inputs(shape, device, seed=6), []
     operator = fused._prefill
     monkeypatch.setattr(fused, "_prefill", lambda *a: kept.append(operator(*a)) or kept[-1])
-    run = lambda t: prefill.nsa_prefill_triton(*t, **shape.whole, **x.packing(True, longest=True))
+    run = lambda t: prefill.nsa_prefill_triton(*t, **shape.whole, **x.packing(longest=True))
     tensors = x.leaves()
     out, aux = run(tensors)
     with torch.no_grad():

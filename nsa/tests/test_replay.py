@@ -285,11 +285,11 @@ def test_memory_is_used_again_within_a_call(sums, monkeypatch):
     a = torch.ones(1024, dtype=I32)
     for _ in range(3):
         call(a)
-    with mock.patch.object(torch, "empty", side_effect=torch.empty) as empty:
+    with mock.patch.object(replay, "_empty", side_effect=replay._empty) as empty:
         assert call(a).tolist() == [64] * 1024
-    rooms = [call.args[0] for call in empty.call_args_list]
-    assert rooms == [2 * a.numel() * 4]
-    monkeypatch.setattr(replay, "LARGEST", rooms[0] - 1)
+    rooms = [call.args[0] for call in empty.call_args_list if call.args[2] == torch.uint8]
+    assert rooms == [(2 * a.numel() * 4,)]
+    monkeypatch.setattr(replay, "LARGEST", rooms[0][0] - 1)
     call, calls = counted(launcher)
     for _ in range(4):
         call(a)
@@ -309,11 +309,9 @@ def test_memory_that_comes_again_finds_its_launches_ready(sums, monkeypatch):
     for _ in range(3):
         call(*inputs[0], 5)
     for n in (0, 0, 0, 1, 1, 1, 0, 1):
-        left = results.copy()
-        with (  # monkeypatch would have it forget the record
-            mock.patch.object(torch, "empty", lambda *a, n=n, **k: rooms[n]),
-            mock.patch.object(torch, "empty_strided", lambda *a, left=left, **k: left.pop()),
-        ):
+        left = {torch.uint8: [rooms[n]], I32: results.copy()}
+        empty = lambda shape, stride, dtype, device, left=left: left[dtype].pop()
+        with mock.patch.object(replay, "_empty", empty):  # monkeypatch would have it forget
             out, _ = call(*inputs[n], 5)
         assert out.tolist() == (inputs[n][0] + inputs[n][1] + 6).tolist()
     assert ready.called
@@ -321,16 +319,14 @@ def test_memory_that_comes_again_finds_its_launches_ready(sums, monkeypatch):
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_records_of_real_calls_name_the_memory_that_the_calls_used(arch):
-    """And no call of one sequence falls out of being recorded unnoticed."""
+    """And no call falls out of being recorded unnoticed."""
     done = subprocess.run(
         [sys.executable, "-m", "nsa.tests.recorded_calls", str(arch)],
         capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") > 20
-    for line in done.stdout.splitlines():
-        packed = ", torch.bfloat16, True, " in line
-        assert packed or "not recorded" not in line, line
+    assert "not recorded" not in done.stdout, done.stdout
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

@@ -204,7 +204,7 @@ def test_what_fp16_did_not_serve_is_found_anew(shape, name, left, kernel_device,
     x = Inputs(shape, kernel_device)
     x.gates.view(-1)[::2] *= -1
     leaves, call, _ = operator_of(name, x)
-    how = x.packing(compressed=name == "prefill", longest=name == "prefill")
+    how = x.packing(longest=name == "prefill")
     grad_out = x.layout(x.do)
     want = torch.autograd.grad(call(*leaves, **how)[0], leaves, grad_out)[0]
     real, of_selection = blocks_bwd.block_attention_bwd, []

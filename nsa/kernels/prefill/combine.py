@@ -50,17 +50,22 @@ def _combine_fwd_kernel(
 @triton.jit
 def _combine_bwd_kernel(
     DO, O_CMP, O_SEL, O_WIN, LSE_CMP, LSE_SEL, LSE_WIN, GATES, DGATES, DELTAS, LSES, REACH,
-    ANY_NEGATIVE, n_rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    ANY_NEGATIVE, n_rows, CU, n_seq, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, HQ: tl.constexpr,
 ):  # fmt: skip
     """dgate_b = rowsum(dO * O_b), which is also branch b's delta once its gate is folded into lse:
     exp(s - (lse - ln |g|)) = |g| * p; the sign is in its lowest bit (gate_sign.py). REACH:
-    |g| * rowsum |dO| of selection, see sums.py. ANY_NEGATIVE becomes 1 where a gate is."""
+    |g| * rowsum |dO| of selection, see sums.py. ANY_NEGATIVE becomes 1 where a gate is. Of a pack
+    CU and n_seq: dO of rows that belong to no sequence is not read, and counts as 0."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_DV)
     live = rows < n_rows
     mask = live[:, None] & (cols < DV)[None, :]
     at = rows[:, None] * DV + cols[None, :]
-    do = tl.load(DO + at, mask=mask, other=0.0).to(tl.float32)
+    inside = mask
+    if CU is not None:
+        inside = mask & (rows // HQ < tl.load(CU + n_seq))[:, None]
+    do = tl.load(DO + at, mask=inside, other=0.0).to(tl.float32)
     any_negative = tl.zeros([BLOCK_M], tl.int32)
     for branch in tl.static_range(3):
         if branch == 0:
@@ -111,7 +116,7 @@ def combine_fwd(
 
 def combine_bwd(
     grad_out: torch.Tensor, outs: tuple[torch.Tensor, ...], lses: tuple[torch.Tensor, ...],
-    gates: torch.Tensor, any_negative: torch.Tensor,
+    gates: torch.Tensor, any_negative: torch.Tensor, cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dgates like gates; fp32 [3, .., HQ]: each branch's delta, its lse with the gate folded in, by
     its lowest bit the sign; fp32 [.., HQ]: selection's |gate| * rowsum |dO|.
@@ -125,9 +130,11 @@ def combine_bwd(
     n_rows = gates.numel() // 3
     if n_rows:
         dv = grad_out.shape[-1]
+        n_seq = None if cu_seqlens is None else cu_seqlens.numel() - 1
         launch(
             _combine_bwd_kernel, (cdiv(n_rows, 32),),
             grad_out, *outs, *lses, gates, dgates, deltas, folded, reach,
-            any_negative, n_rows, DV=dv, BLOCK_DV=dot_size(dv), BLOCK_M=32,
+            any_negative, n_rows, cu_seqlens, n_seq, DV=dv, BLOCK_DV=dot_size(dv), BLOCK_M=32,
+            HQ=None if cu_seqlens is None else gates.shape[-2],
         )  # fmt: skip
     return dgates, deltas, folded, reach

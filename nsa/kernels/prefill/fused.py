@@ -25,6 +25,7 @@ from nsa.kernels.operator import operator
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.blocks.ops import sequence_begins
 from nsa.kernels.prefill.limits import check_block_size
+from nsa.kernels.prefill.packs import inside_pack
 from nsa.kernels.prefill.span.kinds import COMPRESSED, SLIDING, Span
 from nsa.layouts import seen_rows
 
@@ -45,6 +46,15 @@ def _whole(
     return Span(SLIDING, room) if q_start + longest <= room else None
 
 
+def _of_pack(
+    s: dict[str, int], gates: Tensor, cu_seqlens: Tensor | None, max_seqlen: int
+) -> tuple[Tensor, Tensor | None]:
+    """The gates that count, and where compressed keys of a pack's sequences begin."""
+    if cu_seqlens is None:
+        return gates, None
+    return inside_pack(gates, cu_seqlens, s["l"], s["d"], min(max_seqlen, gates.shape[0]))
+
+
 def _window_start(q: Tensor, k_win: Tensor, cu_seqlens: Tensor | None) -> int:
     """Row of k_win where query 0 stands: it may hold the window's keys only."""
     return 0 if cu_seqlens is not None else k_win.shape[1] - q.shape[1]
@@ -54,8 +64,8 @@ def _window_start(q: Tensor, k_win: Tensor, cu_seqlens: Tensor | None) -> int:
 def _prefill(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, sizes: list[int], softmax_scale: float,
-    cu_seqlens: Tensor | None, cu_seqlens_cmp: Tensor | None, max_seqlen: int, q_start: int,
-    use_gluon: bool | None = None, for_backward: bool = True,
+    cu_seqlens: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
+    for_backward: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, block_indices, the three branches' outputs and their log-sum-exps (sizes: as _sizes,
     then the window, then how many heads of a group choose blocks). Without for_backward the
@@ -67,6 +77,7 @@ def _prefill(
     from nsa.kernels.prefill.span.fwd_triton import span_attention_fwd
 
     s, heads = _sizes(sizes), sizes[7]
+    gates, cu_seqlens_cmp = _of_pack(s, gates, cu_seqlens, max_seqlen)
     compressed, sliding = Span(COMPRESSED, s["l"], s["d"]), Span(SLIDING, sizes[6])
     win_start = _window_start(q, k_win, cu_seqlens)
     seq_begin = sequence_begins(cu_seqlens, q.shape[0])
@@ -129,7 +140,7 @@ def _prefill(
 
 @_prefill.register_fake
 def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, sizes, softmax_scale, cu_seqlens,
-      cu_seqlens_cmp, max_seqlen, q_start, use_gluon=None, for_backward=True):  # fmt: skip
+      max_seqlen, q_start, use_gluon=None, for_backward=True):  # fmt: skip
     out = lambda: q.new_empty(*q.shape[:-1], v_cmp.shape[-1])
     lse = lambda: q.new_empty(q.shape[:-1], dtype=torch.float32)
     blocks = q.new_empty(*q.shape[:-2], k_cmp.shape[-2], sizes[3], dtype=torch.int32)
@@ -144,8 +155,8 @@ def _prefill_bwd(
     grad_out: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor,
     k_win: Tensor, v_win: Tensor, gates: Tensor, block_indices: Tensor, o_cmp: Tensor,
     o_sel: Tensor, o_win: Tensor, lse_cmp: Tensor, lse_sel: Tensor, lse_win: Tensor,
-    sizes: list[int], softmax_scale: float, cu_seqlens: Tensor | None,
-    cu_seqlens_cmp: Tensor | None, max_seqlen: int, q_start: int, use_gluon: bool | None = None,
+    sizes: list[int], softmax_scale: float, cu_seqlens: Tensor | None, max_seqlen: int,
+    q_start: int, use_gluon: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.kernels.prefill.blocks.bwd_triton import block_attention_bwd
     from nsa.kernels.prefill.combine import combine_bwd
@@ -153,6 +164,7 @@ def _prefill_bwd(
     from nsa.kernels.prefill.sums import rounded
 
     s, sliding = _sizes(sizes), Span(SLIDING, sizes[6])
+    gates, cu_seqlens_cmp = _of_pack(s, gates, cu_seqlens, max_seqlen)
     whole = _whole(s, q, cu_seqlens, max_seqlen, q_start)
     grad_out = grad_out.contiguous()
     of_window = one_pass(q, k_win, v_win, grad_out, use_gluon)
@@ -160,8 +172,9 @@ def _prefill_bwd(
     acc = make(q.shape, dtype=torch.float32, device=q.device)  # dQ / softmax_scale
     any_negative = torch.zeros(1, dtype=torch.int32, device=q.device)  # of the gates
     dgates, deltas, lses, reach = combine_bwd(
-        grad_out, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates, any_negative
-    )
+        grad_out, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates, any_negative,
+        cu_seqlens,
+    )  # fmt: skip
     _, dk_win, dv_win = span_attention_bwd(
         grad_out, q, k_win, v_win, o_win, lses[WIN], sliding, softmax_scale, cu_seqlens,
         cu_seqlens, delta=deltas[WIN], dq=acc, first=not of_window,
@@ -195,8 +208,8 @@ def _(grad_out, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *rest):
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, sizes, softmax_scale, cu_seqlens, cu_seqlens_cmp, *rest = inputs[:8], *inputs[8:]
-    ctx.save_for_backward(*tensors, *output[1:], cu_seqlens, cu_seqlens_cmp)
+    tensors, sizes, softmax_scale, cu_seqlens, *rest = inputs[:8], *inputs[8:]
+    ctx.save_for_backward(*tensors, *output[1:], cu_seqlens)
     ctx.scalars = (sizes, softmax_scale)
     ctx.rest = rest[:3]  # max_seqlen, q_start, use_gluon
     ctx.mark_non_differentiable(*output[1:])
@@ -205,10 +218,10 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad_out, *unused):
     if grad_out is None:
-        return (None,) * 16
-    *saved, cu_seqlens, cu_seqlens_cmp = ctx.saved_tensors
-    grads = _prefill_bwd(grad_out, *saved, *ctx.scalars, cu_seqlens, cu_seqlens_cmp, *ctx.rest)
-    return (*grads, *(None,) * 8)
+        return (None,) * 15
+    *saved, cu_seqlens = ctx.saved_tensors
+    grads = _prefill_bwd(grad_out, *saved, *ctx.scalars, cu_seqlens, *ctx.rest)
+    return (*grads, *(None,) * 7)
 
 
 _prefill.register_autograd(_backward, setup_context=_setup_context)
@@ -218,21 +231,21 @@ def nsa_prefill_triton(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, gates: Tensor, *, l: int, d: int, l_sel: int, n_sel: int, n_init: int,
     n_local: int, window: int, softmax_scale: float | None = None,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cmp: Tensor | None = None,
-    max_seqlen: int | None = None, q_start: int = 0, use_gluon: bool | None = None,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, q_start: int = 0,
+    use_gluon: bool | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
     """NSA of whole sequences or of a chunk (Eq. 5): out [.., HQ, Dv], {"block_indices", "lse"}.
 
     use_gluon: Flags.use_gluon, by default this process's.
     Shapes as for nsa.nsa_attention: query s stands at q_start + s, the last one at k_win's last
-    key; packed inputs start at 0 and need cu_seqlens_cmp too. Differentiable in every tensor but
-    the two cu_seqlens. l_sel: 16, 32 or a multiple of 64. Raises NotImplementedError for others and
+    key; packed inputs start at 0 and need max_seqlen too. Differentiable in every tensor but
+    cu_seqlens. l_sel: 16, 32 or a multiple of 64. Raises NotImplementedError for others and
     for more heads per KV group than limits.most_heads.
     """
     from nsa.kernels.prefill.head_padding import Padding
 
     check_block_size("l_sel", l_sel)
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and not cu_seqlens.is_cuda:  # where no kernel tells
         assert_longest(cu_seqlens, min(max_seqlen or 0, q.shape[0]))
     scale = scale_of(softmax_scale, q.shape[-1])
     trained = needs_grad(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
@@ -245,6 +258,6 @@ def nsa_prefill_triton(
     out, block_indices, *_, lse, _, _ = _prefill(
         *(t.contiguous() for t in tensors),
         [l, d, l_sel, n_sel, n_init, n_local, window, more.heads], scale,
-        *packed_ends(cu_seqlens, cu_seqlens_cmp), max_seqlen or 0, q_start, use_gluon, trained,
+        *packed_ends(cu_seqlens), max_seqlen or 0, q_start, use_gluon, trained,
     )  # fmt: skip
     return more.cut(out, -2), {"block_indices": block_indices, "lse": more.cut(lse, -1)}

@@ -22,7 +22,7 @@ from nsa.kernels.prefill.packs import MOST_BATCH
 from nsa.kernels.tiles import arch_of
 
 WIDTHS = ((64, 64), (128, 128), (192, 128))  # of Q's and V's heads
-RELEASES = ("3.6.", "3.7.", "3.9.")  # of Triton, on an H100 or H200
+RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")  # of Triton, on an H100 or H200
 REMEDY = "Triton kernels serve, up to 2.4 times slower; use torch 2.11 (triton 3.6) or 2.13 (3.7)"
 
 

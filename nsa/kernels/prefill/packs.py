@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.launch import launch
-from nsa.kernels.tiles import cdiv
+from nsa.kernels.tiles import cdiv, pow2
 
 MOST_BATCH = 65535  # sequences times groups: the second extent of a grid
 
@@ -163,6 +163,50 @@ class Rows:
     def filled_tiles(self, tile: int) -> int:
         """Tiles of keys of all sequences, but for those that are hardly filled."""
         return cdiv(self.keys, tile) if self.cu else self.batch * cdiv(self.sk, tile)
+
+
+@triton.jit
+def _inside_pack_kernel(
+    GATES, INSIDE, CU, CU_CMP, tokens, n_seq, longest, l, d, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """SIZE rows of gates, 0 behind the last sequence; the first program makes CU_CMP too."""
+    row = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    column = tl.arange(0, WIDTH)
+    at = row[:, None] * COLUMNS + column[None, :]
+    live = (row < tokens)[:, None] & (column < COLUMNS)[None, :]
+    inside = live & (row < tl.load(CU + n_seq))[:, None]
+    tl.store(INSIDE + at, tl.load(GATES + at, mask=inside, other=0.0), mask=live)
+    if tl.program_id(0) == 0:
+        end = tl.program_id(0)
+        tl.store(CU_CMP, end)
+        for first in range(0, n_seq, STEP):
+            sequence = first + tl.arange(0, STEP)
+            there = sequence < n_seq
+            length = tl.load(CU + sequence + 1, mask=there, other=0)
+            length -= tl.load(CU + sequence, mask=there, other=0)
+            message: tl.constexpr = "max_seqlen must be at least the longest sequence of cu_seqlens"
+            tl.device_assert(length <= longest, message)
+            keys = tl.where(length < l, 0, (length - l) // d + 1)
+            tl.store(CU_CMP + sequence + 1, end + tl.cumsum(keys, 0), mask=there & (length >= 0))
+            end += tl.sum(keys, 0)
+
+
+def inside_pack(
+    gates: Tensor, cu_seqlens: Tensor, l: int, d: int, max_seqlen: int
+) -> tuple[Tensor, Tensor]:
+    """Gates [T, HQ, 3] with 0 for rows past the last sequence, and cu_seqlens_compressed(), in one
+    launch, which stops a GPU if a sequence is longer than max_seqlen."""
+    inside, cu_cmp = torch.empty_like(gates), torch.empty_like(cu_seqlens)
+    tokens, columns = gates.shape[0], gates.shape[1] * gates.shape[2]
+    width, n_seq = pow2(columns), cu_seqlens.numel() - 1
+    size = max(1, 4096 // width)
+    launch(
+        _inside_pack_kernel, (max(1, cdiv(tokens, size)),), gates, inside, cu_seqlens, cu_cmp,
+        tokens, n_seq, max_seqlen, l, d, COLUMNS=columns, WIDTH=width, SIZE=size, STEP=256,
+        debug=True,  # for the assertion
+    )  # fmt: skip
+    return inside, cu_cmp
 
 
 @triton.jit

@@ -22,14 +22,19 @@ def load_blocks(at, live):
 
 @triton.jit
 def _ascending_kernel(
-    BLOCK_INDICES, ORDERED, n_rows, n_sel, ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr
-):
+    BLOCK_INDICES, ORDERED, n_rows, n_sel, n_blocks, ROWS: tl.constexpr, N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
     """ROWS rows: each index goes to its rank among those that are chosen for the first time."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mine = tl.arange(0, N)
     inside = (row < n_rows)[:, None]
     live = inside & (mine < n_sel)[None, :]
-    block = load_blocks(BLOCK_INDICES + row[:, None] * n_sel + mine[None, :], live)
+    own = BLOCK_INDICES + row[:, None] * n_sel + mine[None, :]
+    if n_blocks is not None:
+        message: tl.constexpr = "block_indices must be below the blocks of block_size in the keys"
+        tl.device_assert(tl.load(own, mask=live, other=-1) < n_blocks, message)
+    block = load_blocks(own, live)
     rank = tl.zeros([ROWS, N], tl.int32)
     repeats = tl.zeros([ROWS, N], tl.int32)
     for first in tl.range(0, n_sel, CHUNK):
@@ -49,9 +54,9 @@ def _ascending_kernel(
 
 
 @operator("nsa::ascending")
-def ascending(block_indices: Tensor) -> Tensor:
+def ascending(block_indices: Tensor, n_blocks: int | None = None) -> Tensor:
     """Each row of block indices [.., n], int32 or int64, sorted without repetitions and as int32,
-    -1 (no block) at its end."""
+    -1 (no block) at its end. n_blocks: stop the GPU at an index that is not below."""
     block_indices = block_indices.contiguous()
     out = torch.empty(block_indices.shape, dtype=torch.int32, device=block_indices.device)
     if out.numel():
@@ -60,12 +65,12 @@ def ascending(block_indices: Tensor) -> Tensor:
         chunk = max(1, min(width, 4096 // width))  # 4096 pairs at a time: 32 a thread
         tile = max(1, min(4096 // (width * chunk), 256, pow2(rows)))
         launch(
-            _ascending_kernel, (cdiv(rows, tile),), block_indices, out, rows, n, ROWS=tile,
-            N=width, CHUNK=chunk, num_warps=4,
+            _ascending_kernel, (cdiv(rows, tile),), block_indices, out, rows, n, n_blocks,
+            ROWS=tile, N=width, CHUNK=chunk, num_warps=4, debug=n_blocks is not None,
         )  # fmt: skip
     return out
 
 
 @ascending.register_fake
-def _(block_indices):
+def _(block_indices, n_blocks=None):
     return torch.empty_like(block_indices, dtype=torch.int32)

@@ -41,7 +41,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.launch import launch
 from nsa.kernels.prefill.blocks import lists_by_keys
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
-from nsa.kernels.prefill.releases import program_barrier, tma_load, view, warpgroup_mma_wait
+from nsa.kernels.prefill.releases import (
+    ONLY_WHOLE,
+    program_barrier,
+    tma_load,
+    view,
+    warpgroup_mma_wait,
+)
 from nsa.kernels.prefill.span.bwd_hopper import _tma_add, bounded, finite, masked_rows
 from nsa.kernels.prefill.sums import MOST_PARTS, HalfSums
 from nsa.kernels.prefill.warps import rounded_here
@@ -191,6 +197,9 @@ def _block_turn(
         k2 = k2_place.index(nought)
         extra = extras.index(slot)
         q2 = view(extra, dtype, [2, ROWS, EXTRA], k_place.layout).index(0)
+    if ONLY_WHOLE:
+        # Else ptxas takes what follows for a divergent path, in which products do not overlap.
+        program_barrier()
     mbarrier.wait(ready.index(slot), (turn // STAGES) & 1)
 
     zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)

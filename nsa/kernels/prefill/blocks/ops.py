@@ -106,7 +106,7 @@ def selection_blocks_triton(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, block_size: int,
     softmax_scale: float | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, q_start: int = 0, is_ascending: bool = False,
-    use_gluon: bool | None = None, return_lse: bool = False,
+    use_gluon: bool | None = None, return_lse: bool = False, n_blocks: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over the selected blocks of each query and group, cut after the query (Eq. 12).
 
@@ -118,7 +118,8 @@ def selection_blocks_triton(
     keys gives 0, as one of no sequence does. return_lse: also the natural-log lse, fp32 [.., HQ],
     differentiable too, -inf for such a row. is_ascending: the rows are int32 and known to be
     ascending, without repetitions, packed ones without blocks after the query, and -1 last, as
-    select_blocks_triton leaves them. Raises NotImplementedError for another block_size and for
+    select_blocks_triton leaves them; else n_blocks stops the GPU at an index that is not below it.
+    Raises NotImplementedError for another block_size and for
     more heads per KV group than limits.most_heads.
     """
     from nsa.kernels.prefill.head_padding import Padding
@@ -131,7 +132,7 @@ def selection_blocks_triton(
     if not is_ascending:
         if cu_seqlens is not None:
             block_indices = _in_own_sequence(block_indices, block_size, cu_seqlens)
-        block_indices = ascending(block_indices)
+        block_indices = ascending(block_indices, n_blocks)
     out, lse = _block_attention(
         more.add(q).contiguous(), k.contiguous(), v.contiguous(), block_indices.contiguous(),
         block_size, scale, *packed_ends(cu_seqlens), max_seqlen or 0, q_start, use_gluon,
