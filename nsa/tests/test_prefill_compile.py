@@ -49,7 +49,7 @@ def test_operators_pass_opcheck(kernel_device):
         "block_select": (
             q.detach(), k_cmp.detach(), lse, 8, 4, 16, 3, 1, 2, scale, None, None, 0, 0,
         ),
-        "prefill": (*x, [8, 4, 16, 3, 1, 2, 9, H], scale, None, None, 0, 0),
+        "prefill": (*x, [8, 4, 16, 3, 1, 2, 9, H], scale, None, 0, 0),
     }  # fmt: skip
     for name, args in cases.items():
         torch.library.opcheck(getattr(torch.ops.nsa, name).default, args, test_utils=checks)
