@@ -15,7 +15,7 @@ RESULTS = ROOT / "bench" / "results"
 # Sections whose tables have a column for each length and direction, and the files they name.
 SECTIONS = {
     "Parts, and how far from the floor": [
-        "2026-11-27-h200/prefill-5a97c46", "2026-11-25-h200/prefill-151e6a4",
+        "2026-11-28-h200/prefill-ee4e1a5", "2026-11-25-h200/prefill-151e6a4",
     ],
     "Heads of 64, and of 192 and 128": ["2026-11-27-h200/prefill_heads-b89294a"],
     "Other numbers of heads": ["2026-11-27-h200/prefill_padded-cce2370"],
