@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
+import inspect
+import math
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +99,8 @@ def interpreter() -> Iterator[None]:
             (_check_no_overflow, "interpreter_builder"),
             (_convert_e4m3_as_pytorch_does, "_convert_float"),
             (_make_types_once, "_get_np_dtype"),
+            (_check_types_once, "interpreter_semantic"),
+            (_call_builtins_themselves, "_patch_attr"),
         ):
             if hasattr(module, needs):
                 change(module, patch)
@@ -107,10 +113,13 @@ def _patch_the_language_once(interpreter: Any, patch: pytest.MonkeyPatch) -> Non
     real, done = interpreter._patch_lang, set()
     languages = interpreter.tl, interpreter.tl.core
 
+    @functools.cache
+    def seen_by(fn):
+        return tuple(any(x is y for x in fn.__globals__.values()) for y in languages)
+
     def patch_once(fn):
         # Modules of device functions see one of the two or both; what is not restored stays.
-        seen = tuple(any(x is y for x in fn.__globals__.values()) for y in languages)
-        if seen in done:
+        if (seen := seen_by(fn)) in done:
             return None
         scope, first = real(fn), not done
         done.add(seen)
@@ -177,6 +186,87 @@ def _make_types_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core.block_type, "__init__", block)
     patch.setattr(core.tensor, "__init__", tensor)
     patch.setattr(interpreter, "_get_np_dtype", np_dtype)
+
+
+def _check_types_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """It works out anew for every two operands what type and shape they come to, and makes tensors
+    of numbers: a third of the time."""
+    semantic, core = type(interpreter.interpreter_semantic), interpreter.tl.core
+    tensor, handle, spread = core.tensor, interpreter.TensorHandle, interpreter.np.broadcast_to
+    floats = "fp16", "bf16", "fp32", "fp64"
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    cast = semantic.cast
+    numbers: dict[tuple, Any] = {}
+    shapes: dict[tuple, Any] = {}
+
+    def as_number(self, kind, x):
+        """x as a tensor of this kind, or None where their types come to another one."""
+        key = kind.name, type(x), x, type(x) is float and math.copysign(1.0, x)
+        if key not in numbers:
+            scalar, made = kind.scalar, None
+            fits = scalar.is_int() and not scalar.is_bool() and type(x) is int
+            fits = fits and scalar.get_int_min_value() <= x <= scalar.get_int_max_value()
+            if fits or scalar.name in floats:
+                made = self.scalar_constant(x, dtype=scalar)
+                if kind.is_block():
+                    made = broadcast(self, SimpleNamespace(type=kind), made)[1]
+            numbers[key] = made
+        return numbers[key]
+
+    def checked(self, x, y, x_ptr=False, y_ptr=False, arithmetic=True, divides=False):
+        if not divides:
+            if type(x) is type(y) is tensor:
+                one, other = x.type.scalar, y.type.scalar
+                if one.is_ptr() and x_ptr and other.is_int() or one.name == other.name:
+                    if not other.is_ptr():
+                        return shaped(self, x, y)
+            elif arithmetic and type(x) is tensor and type(y) in (int, float):
+                if (number := as_number(self, x.type, y)) is not None:
+                    return x, number
+            elif arithmetic and type(y) is tensor and type(x) in (int, float):
+                if (number := as_number(self, y.type, x)) is not None:
+                    return number, y
+        return check(self, x, y, x_ptr, y_ptr, arithmetic, divides)
+
+    def shaped(self, x, y):
+        key = x.type.name, y.type.name
+        if key not in shapes:
+            made = broadcast(self, x, y)
+            shapes[key] = [
+                (z.type, [*z.type.shape]) if z.type.name != name else None
+                for z, name in zip(made, key, strict=True)
+            ]
+            return made
+        to_x, to_y = shapes[key]
+        return like(x, *to_x) if to_x else x, like(y, *to_y) if to_y else y
+
+    def like(x, kind, shape):
+        return tensor(handle(spread(x.handle.data, shape), x.handle.dtype), kind)
+
+    def cast_if_needed(self, x, kind, rounding=None):
+        if rounding is None and x.type.scalar.name == kind.scalar.name:
+            return x
+        return cast(self, x, kind, rounding)
+
+    patch.setattr(semantic, "cast", cast_if_needed)
+    patch.setattr(semantic, "binary_op_type_checking_impl", checked)
+    patch.setattr(semantic, "broadcast_impl_value", shaped)
+
+
+def _call_builtins_themselves(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """It calls them through two or three functions that check and sort out their arguments."""
+    its_own = interpreter.interpreter_semantic
+
+    def patch_attr(obj, name, member, builder, scope):
+        inner = inspect.unwrap(member)
+
+        def builtin(*args, **kwargs):
+            kwargs["_semantic"] = its_own
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, builtin)
+
+    patch.setattr(interpreter, "_patch_attr", patch_attr)
 
 
 # `with torch.device(...)` notes at its first use which functions it serves: not the poisoned.
@@ -334,6 +424,8 @@ def _session(session: pytest.Session, ended: bool) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()  # what is there by now stays; searches for garbage would walk through it
     if session.config.getoption("--tickets") is None:
         _session(session, False)
 
