@@ -87,24 +87,26 @@ def fresh_flags() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreter() -> Iterator[None]:
-    """Triton's interpreter in two thirds of its time, and with e4m3 as a GPU has it. What another
-    release has no more is left as it is."""
-    if not _interpreting():
-        yield
-        return
-    module = pytest.importorskip("triton.runtime.interpreter")
+    """Triton's interpreter in half of its time, and with e4m3 as a GPU has it."""
     with pytest.MonkeyPatch.context() as patch:
-        for change, needs in (
-            (_patch_the_language_once, "_LangPatchScope"),
-            (_check_no_overflow, "interpreter_builder"),
-            (_convert_e4m3_as_pytorch_does, "_convert_float"),
-            (_make_types_once, "_get_np_dtype"),
-            (_check_types_once, "interpreter_semantic"),
-            (_call_builtins_themselves, "_patch_attr"),
-        ):
-            if hasattr(module, needs):
-                change(module, patch)
+        if _interpreting():
+            quicken_interpreter(patch)
         yield
+
+
+def quicken_interpreter(patch: pytest.MonkeyPatch) -> None:
+    """What another release of Triton has no more is left as it is."""
+    module = pytest.importorskip("triton.runtime.interpreter")
+    for change, needs in (
+        (_patch_the_language_once, "_LangPatchScope"),
+        (_check_no_overflow, "interpreter_builder"),
+        (_convert_e4m3_as_pytorch_does, "_convert_float"),
+        (_make_types_once, "_get_np_dtype"),
+        (_check_types_once, "interpreter_semantic"),
+        (_call_builtins_themselves, "_patch_attr"),
+    ):
+        if hasattr(module, needs):
+            change(module, patch)
 
 
 def _patch_the_language_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from nsa.flags import Flags
 from nsa.model import NSALanguageModel
 from nsa.module import NSAAttention
 from nsa.parallel_cache import ParallelNSACache, merge
-from nsa.tests.conftest import _poisoned
+from nsa.tests.conftest import _poisoned, quicken_interpreter
 from nsa.tests.helpers import TRITON, assert_raises
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -615,6 +615,8 @@ def _worker(rank: int, world: int, folder: str, mode: str) -> NoReturn:
         "nccl" if mode == "nccl" else "gloo", init_method=f"file://{folder}/store",
         rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
+    if mode == "interpreted":
+        quicken_interpreter(pytest.MonkeyPatch())
     if mode != "gloo":
         device = "cuda" if mode == "nccl" else "cpu"
         jobs: dict[str, Any] = {

@@ -317,7 +317,7 @@ def test_memory_that_comes_again_finds_its_launches_ready(sums, monkeypatch):
     assert ready.called
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.nightly), 90])
 def test_records_of_real_calls_name_the_memory_that_the_calls_used(arch):
     """And no call falls out of being recorded unnoticed."""
     done = subprocess.run(
