@@ -30,7 +30,8 @@ NOT_COMPILED = "a kernel was not compiled yet"  # why a call is not recorded thi
 MOST_MADE = 4096
 Made = tuple[Any, Any, tuple]  # a kernel, what Triton compiled of it, the constexprs of that
 _made: dict[tuple, Made] = {}
-_of_packs: dict[int, Any] = {}  # by the id of a kernel
+_of_all_lengths: dict[int, Any] = {}  # by the id of a kernel
+LENGTHS = ("S", "SQ", "q_start")  # of a batch's sequences, by the names of parameters
 
 
 _load, _loading = build._load_module_from_path, threading.Lock()
@@ -187,10 +188,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if len(_made) >= MOST_MADE:
         _made.clear()
-    packed = constants.get("VARLEN", False)
-    if packed:
-        kernel = _for_packs(kernel, args)
-    key, given = _key(kernel, args, constants, packed)
+    alike = _lengths_alike(kernel, args, constants)
+    if alike:
+        kernel = _for_all_lengths(kernel, args)
+    key, given = _key(kernel, args, constants, alike)
     found = _made.get(key)  # asked once: another thread may clear it any time
     if found is None or _state.planned is not None:
         return _launch(_made, key, kernel, grid, args, constants)
@@ -315,28 +316,37 @@ def ready(made: Any, grid: tuple, stream: Any, args: Iterable[Any]) -> Callable[
     return functools.partial(in_c, *given[0])
 
 
-def _for_packs(kernel: Any, args: tuple) -> Any:
-    """The kernel compiled once for all numbers of sequences and rows, which differ from pack to
-    pack: Triton would compile it anew where one of them is 1, or becomes a multiple of 16."""
-    found = _of_packs.get(id(kernel))
+def _lengths_alike(kernel: Any, args: tuple, constants: dict[str, Any]) -> bool:
+    """Return whether one kernel shall do for all lengths, in which packs and prompts differ from
+    call to call. Sequences whose lengths are multiples of 16 have one of their own."""
+    if "VARLEN" not in constants:
+        return False
+    lengths = zip(kernel.arg_names, args, strict=False)
+    return constants["VARLEN"] or any([n in LENGTHS and x & 15 for n, x in lengths])
+
+
+def _for_all_lengths(kernel: Any, args: tuple) -> Any:
+    """The kernel, compiled once: Triton would do it anew, for some 20 s, where a number of rows or
+    sequences is 1, and where one becomes a multiple of 16."""
+    found = _of_all_lengths.get(id(kernel))
     if found is None:
         if not isinstance(kernel, JITFunction):  # the interpreter's
             return kernel
         numbers = [n for n, x in zip(kernel.arg_names, args, strict=False) if type(x) is int]
         made = type(kernel)(kernel.fn, do_not_specialize=numbers)
-        found = _of_packs.setdefault(id(kernel), made)
+        found = _of_all_lengths.setdefault(id(kernel), made)
     return found
 
 
 def _key(
-    kernel: Any, args: tuple, constants: dict[str, Any], packed: bool
+    kernel: Any, args: tuple, constants: dict[str, Any], alike: bool
 ) -> tuple[tuple | None, list]:
     """What tells compiled kernels apart, as finely as Triton does, None for what it does not know;
     and the arguments with addresses for tensors.
 
     Of tensors dtype and alignment, and whether a GPU reaches them, which addresses do not tell; of
-    ints whether they need more than 32 bits and, but for those of packs, whether they are 1 or a
-    multiple of 16.
+    ints whether they need more than 32 bits and, unless all lengths are alike, whether they are 1
+    or a multiple of 16.
     """
     given: list[Any] = []
     if not hasattr(kernel, "device_caches"):  # the interpreter's
@@ -345,7 +355,7 @@ def _key(
     for x in args:
         kind = type(x)
         if kind is int:
-            special = None if packed else x == 1 or x & 15 == 0 and 16
+            special = None if alike else x == 1 or x & 15 == 0 and 16
             key.append((special, -LARGE <= x < LARGE, x < LARGE << 32))
         elif kind is Tensor or isinstance(x, Tensor):
             at = x.data_ptr()

@@ -88,10 +88,10 @@ def main(arch: int) -> None:
     key, recorder, outputs = launch._key, replay.Recorder, replay.Recorder.outputs
     said: list[str] = []
 
-    def watched(kernel: Any, args: tuple, constants: dict, packed: bool) -> Any:
+    def watched(kernel: Any, args: tuple, constants: dict, alike: bool) -> Any:
         if now:
             now[-1].add(kernel.__name__, args)
-        return key(kernel, args, constants, packed)
+        return key(kernel, args, constants, alike)
 
     class Watched(recorder):  # type: ignore[misc, valid-type]
         def __enter__(self) -> Any:

@@ -234,36 +234,56 @@ def test_what_a_prefill_bench_launches_was_compiled_before(apart):
     assert not missing and int(last.split()[0]) > 20
 
 
-PACKS = """
+LENGTHS = """
 import torch
 from nsa.kernels.launch import planning
 from nsa.kernels.prefill import nsa_prefill_triton
 
 c.pretend(90, {})
 torch.autograd.set_multithreading_enabled(False)
-make = lambda n, *tail: torch.zeros(n, *tail, dtype=torch.bfloat16, requires_grad=True)
 known = set()
-for lengths in ([8192], [4096, 4096], [2731, 2730, 2731], [1000] * 8 + [192], [8113], [500] * 16):
-    T, n_cmp = sum(lengths), sum((n - 32) // 16 + 1 for n in lengths)
-    x = [make(T, 32, 128), *(make(n, 2, 128) for n in (n_cmp, n_cmp, T, T, T, T)), make(T, 32, 3)]
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+def run(batch, S, n_cmp, N, q_start, **how):
+    make = lambda n, *tail: torch.zeros(*batch, n, *tail, dtype=torch.bfloat16, requires_grad=True)
+    window = min(N, S + 511)
+    kv = [make(n, 2, 128) for n in (n_cmp, n_cmp, N, N, window, window)]
+    x = [make(S, 32, 128), *kv, make(S, 32, 3)]
     with planning() as planned:
         out, _ = nsa_prefill_triton(
-            *x, l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512,
-            cu_seqlens=cu_seqlens, max_seqlen=8192,
+            *x, l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512, q_start=q_start,
+            **how,
         )
         torch.autograd.grad(out, x, torch.zeros_like(out))
-    of_packs = [one for one in planned.launches if one.constants.get("VARLEN")]
-    print(len(of_packs), len({one.key for one in of_packs} - known))
-    known |= {one.key for one in of_packs}
+        with torch.no_grad():
+            nsa_prefill_triton(*x, l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512,
+                               q_start=q_start, **how)
+    mine = {one.key for one in planned.launches if one.constants and one.kernel.is_gluon()}
+    print(len(mine), len(mine - known))
+    known.update(mine)
+
+def pack(*lengths):
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    T, n_cmp = sum(lengths), sum((n - 32) // 16 + 1 for n in lengths)
+    run((), T, n_cmp, T, 0, cu_seqlens=cu_seqlens, max_seqlen=8192)
+
+def prompt(S, q_start=0):
+    run((1,), S, (q_start + S - 32) // 16 + 1, q_start + S, q_start)
 """
+OF_LENGTHS = {
+    "packs": "for n in ([8192], [4096, 4096], [2731, 2730, 2731], [1000] * 8 + [192], [8113],"
+             " [500] * 16): pack(*n)",
+    "prompts": "for n in ((5003,), (5000,), (4890,), (4097, 900), (4500, 512), (4096, 904)):"
+               " prompt(*n)",
+}  # fmt: skip
 
 
-def test_kernels_of_packs_are_compiled_once_whatever_the_lengths(apart):
-    code, said = apart(PACKS)
+@pytest.mark.parametrize("of", OF_LENGTHS)
+def test_kernels_for_hopper_are_compiled_once_whatever_the_lengths(of, apart):
+    """Those of prompts, and of packs; prompts of whole multiples of 16 tokens have their own."""
+    code, said = apart(LENGTHS + OF_LENGTHS[of])
     assert code == 0, code
-    (of_packs, new), *others = (map(int, line.split()) for line in said.splitlines())
-    assert of_packs >= new > 8 and [new for _, new in others] == [0] * 5, said
+    (several, new), *others = (map(int, line.split()) for line in said.splitlines())
+    assert several == new >= 8 and [n for _, n in others] == [0] * 5, said
 
 
 FLAGS = """
