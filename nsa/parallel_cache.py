@@ -153,8 +153,7 @@ class ParallelNSACache(NSACache):
         c, T = self.config, q.shape[1]
         if window is None and T > self.max_step:
             raise ValueError(f"window must be given for more than max_step={self.max_step} tokens")
-        # Any number of keys is worth a kernel, which waits for nothing; lengths are on the device.
-        flags = replace(flags, sel_triton_min_L=1)
+        flags = _any_keys_by_kernel(flags)
         how = dict(softmax_scale=scale_of(softmax_scale, c.d_k), backend=backend, flags=flags)
         room = self._own_blocks(self.max_len if self.emit_always else self.length)
         rows = room * self._per_block("cmp")
@@ -214,6 +213,12 @@ class ParallelNSACache(NSACache):
 
         rungs = {Route.TRITON: by_kernel, Route.REFERENCE: lambda: globals()[name](*args)}
         return dispatch.guarded(request, rungs, flags, choice, (name, args))[0]
+
+
+@functools.cache
+def _any_keys_by_kernel(flags: Flags) -> Flags:
+    """Any number of keys is worth a kernel, which waits for nothing; lengths are on the device."""
+    return replace(flags, sel_triton_min_L=1)
 
 
 def _positions(lens: Tensor, first: int, T: int) -> Tensor:
