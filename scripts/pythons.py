@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from scripts.oneshot.streams import last_answer, say
@@ -119,7 +120,9 @@ def first_able() -> str | None:
     return next((facts["path"] for facts in distinct(interpreters())), None)
 
 
-def pip(python: str, *argv: str, timeout_s: float | None = None) -> str | None:
+def pip(
+    python: str, *argv: str, timeout_s: float | None = None, silent: bool = False
+) -> str | None:
     """Run `pip argv` for `python`, which need not have one. Returns what went wrong, or None."""
     own = (ask(python, PIP, timeout_s=20) or {}).get("argv")
     ours = ask(sys.executable, PIP, timeout_s=20) if own is None else None
@@ -130,14 +133,30 @@ def pip(python: str, *argv: str, timeout_s: float | None = None) -> str | None:
     else:
         return "there is no pip: apt-get install python3-pip, or your system's package of that name"
     env = {k: v for k, v in os.environ.items() if PIP_KEPT.fullmatch(k) or k[:4] != "PIP_"}
+    off = subprocess.DEVNULL
+    out, err = (off, off) if silent else (sys.stderr, None)
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False, timeout=timeout_s,
+            command, stdin=off, stdout=out, stderr=err, check=False, timeout=timeout_s,
             env={**env, **PIP_SET},
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"pip: {error}"
     return f"pip ended with {done.returncode}" if done.returncode else None
+
+
+def install(python: str, requirements: Path) -> str | None:
+    """Install `requirements`. Returns what went wrong, or None."""
+    # Compiling all of torch takes as long as the rest, and Python keeps what it compiles on import.
+    how = ("install", "--quiet", *(() if sys.dont_write_bytecode else ("--no-compile",)))
+    wanted = re.findall(r"^[^#\s].*", requirements.read_text(encoding="utf-8"), re.M)
+    torch = [line for line in wanted if line.startswith("torch==")]
+    if torch:  # as large as the others, which are unpacked beside it; nothing is said yet
+        others = [line for line in wanted if line not in torch]
+        with ThreadPoolExecutor(1) as beside:
+            beside.submit(pip, python, *how, "--no-deps", *torch, silent=True)
+            pip(python, *how, *others, silent=True)
+    return pip(python, *how, "-r", str(requirements))
 
 
 def digest(requirements: Path, python: str) -> str:
@@ -172,9 +191,7 @@ def make_venv(folder: Path, requirements: Path) -> str:
                 "  or name an interpreter that has the packages: PYTHON=/path/to/python"
             )
     say(f"== installing {requirements.name} into {folder.name}")
-    # Compiling all of torch takes as long as the rest, and Python keeps what it compiles on import.
-    lazily = () if sys.dont_write_bytecode else ("--no-compile",)
-    problem = pip(str(python), "install", "--quiet", *lazily, "-r", str(requirements))
+    problem = install(str(python), requirements)
     if problem:
         raise SetupFailed(
             f"pip could not install {requirements.name} ({problem})\n"

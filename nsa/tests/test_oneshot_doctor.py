@@ -388,6 +388,25 @@ def test_an_environment_is_made_anew_only_where_its_stamp_is_another(monkeypatch
     assert (venv / pythons.STAMP).exists() and not (tmp_path / "astray").exists()
 
 
+def test_torch_is_unpacked_beside_the_rest(monkeypatch, tmp_path):
+    """And what could not be installed so is tried once more, and told."""
+    asked: list = []
+    (requirements := tmp_path / "r.txt").write_text(
+        '# torch==1\ntorch==2.13.0\n\ntriton==3.7.1; platform_system == "Linux"\nnumpy>=1\n'
+    )
+    monkeypatch.setattr(
+        pythons,
+        "pip",
+        lambda _, *argv, silent=False: asked.append((silent, *argv[-2:])) or "no network",
+    )
+    assert pythons.install("/e/python", requirements) == "no network"
+    triton = 'triton==3.7.1; platform_system == "Linux"'
+    assert sorted(asked[:2]) == [
+        (True, "--no-deps", "torch==2.13.0"), (True, triton, "numpy>=1")
+    ]  # fmt: skip
+    assert asked[2:] == [(False, "-r", str(requirements))]
+
+
 def test_an_environment_with_no_pip_at_all_gets_that_of_the_starter(monkeypatch):
     """As Debian's without python3-venv."""
     monkeypatch.setattr(pythons, "ask", lambda python, *_, **__: {
