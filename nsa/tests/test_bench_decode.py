@@ -56,7 +56,7 @@ def sent(monkeypatch, *arguments, replaced=()):
     """(exit code, rows sent) of the command, which takes few samples; replaced: (owner, name,
     value) while it runs."""
     with monkeypatch.context() as patch:
-        patch.setattr(bench_decode, "Budget", partial(Budget, **QUICK))
+        patch.setattr(bench_decode, "Budget", partial(Budget, min_n=6, **QUICK))
         for one in replaced:
             patch.setattr(*one)
         return helpers.sent(patch, bench_decode.main, [*SMALL, *arguments])
