@@ -180,6 +180,9 @@ def test_what_a_pack_is_made_into_first(lengths, beyond, kernel_device):
     inside, cu_cmp = inside_pack(gates, cu, 8, 4, max(lengths))
     assert torch.equal(cu_cmp, blocks.cu_seqlens_compressed(cu, 8, 4))
     assert torch.equal(inside, gates_inside(gates, cu))
+    wrong = torch.tensor([0, 40, 9, 30], dtype=torch.int32, device=kernel_device)
+    _, cu_cmp = inside_pack(gates, wrong, 8, 4, 40)  # nobody waits to tell; kernels stay inside
+    assert torch.equal(cu_cmp, blocks.cu_seqlens_compressed(wrong, 8, 4))
 
 
 @pytest.mark.parametrize("kind", ["few", "mixed", "out_of_bounds"])

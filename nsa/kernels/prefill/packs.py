@@ -188,7 +188,7 @@ def _inside_pack_kernel(
             message: tl.constexpr = "max_seqlen must be at least the longest sequence of cu_seqlens"
             tl.device_assert(length <= longest, message)
             keys = tl.where(length < l, 0, (length - l) // d + 1)
-            tl.store(CU_CMP + sequence + 1, end + tl.cumsum(keys, 0), mask=there & (length >= 0))
+            tl.store(CU_CMP + sequence + 1, end + tl.cumsum(keys, 0), mask=there)
             end += tl.sum(keys, 0)
 
 
