@@ -217,7 +217,8 @@ class ParallelNSACache(NSACache):
 
 @functools.cache
 def _any_keys_by_kernel(flags: Flags) -> Flags:
-    """Any number of keys is worth a kernel, which waits for nothing; lengths are on the device."""
+    """Return these flags, by which any number of keys is worth a kernel: it waits for nothing, and
+    the lengths are on the device."""
     return replace(flags, sel_triton_min_L=1)
 
 

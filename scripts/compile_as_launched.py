@@ -38,6 +38,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
 from nsa import kernels
+from nsa.blocks import num_sel_blocks
 from nsa.fp8 import KVCacheDtype
 from nsa.kernels.launch import Launch, planning
 from nsa.kernels.prefill import limits
@@ -177,7 +178,7 @@ def blocks(
     chosen = torch.zeros(*lead, groups, 16, dtype=torch.int32)
     out = selection_blocks_triton(
         q, k, v, chosen, block_size=64, use_gluon=False, return_lse=return_lse,
-        n_blocks=None if packed else -(-S // 64), **ends,
+        n_blocks=None if packed else num_sel_blocks(S, 64), **ends,
     )  # fmt: skip
     outs = out if return_lse else (out,)
     torch.autograd.grad(outs, (q, k, v), [torch.zeros_like(x) for x in outs])

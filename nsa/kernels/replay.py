@@ -28,7 +28,7 @@ ALIGNED = 256  # bytes, of what lies in a workspace; PyTorch's own memory is ali
 # Workspaces are allocated at once up to here; larger ones would leave the allocator with holes, and
 # a call that needs them keeps the GPU busy for longer than any launcher takes.
 LARGEST = 1 << 30
-# What TorchInductor's code allocates by, on the current device, in half of the host's time.
+# Code made by TorchInductor allocates with this, on the current device, in half of the time.
 _empty_strided = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
 MOST = 1024
 MOST_READY = 1024  # of all records together; one takes some 100 KB of the host

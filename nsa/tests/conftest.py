@@ -95,7 +95,7 @@ def interpreter() -> Iterator[None]:
 
 
 def quicken_interpreter(patch: pytest.MonkeyPatch) -> None:
-    """What another release of Triton has no more is left as it is."""
+    """Replace slow parts of Triton's interpreter, but for those that this release does not have."""
     module = pytest.importorskip("triton.runtime.interpreter")
     for change, needs in (
         (_patch_the_language_once, "_LangPatchScope"),

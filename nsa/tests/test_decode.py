@@ -43,7 +43,7 @@ def decode(module, x, split, steps, **kw):
     return torch.cat(parts, 1), cache
 
 
-# Of what phi makes the cache knows no more than the values.
+# The cache knows only the values that phi makes, so that the kind of phi is a small part of these.
 @pytest.mark.parametrize("layer, split, steps", [
     *(("mlp", split, [1]) for split in (0, 1, 7, 8, 9, 11, 12, 13, 16, 24, 31, 42, 43)),
     *(("mlp", 10, steps) for steps in ([2], [3, 1, 5], [8], [9, 1], [20, 2])),

@@ -1,4 +1,4 @@
-"""What a person at the terminal sees: the live line and the last lines."""
+"""The live line and the last lines, as a person at the terminal sees them."""
 
 from __future__ import annotations
 

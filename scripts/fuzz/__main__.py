@@ -57,8 +57,8 @@ COMPILED = 3
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """What cases are drawn from on a device: pairs of geometry and dtype by route; the largest
-    numbers of queries in a sequence, of keys before them and of sequences in a pack."""
+    """The range of cases that are drawn on a device: pairs of geometry and dtype by route; the
+    largest numbers of queries in a sequence, of keys before them and of sequences in a pack."""
 
     routes: dict[str, tuple[tuple[Geometry, str], ...]]
     queries: int

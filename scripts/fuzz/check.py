@@ -20,7 +20,7 @@ from scripts.fuzz.judge import Wrong, attend, attend_in_dtype, judge, judge_choi
 
 
 class Expected:
-    """What is right for the whole tensors of a call, summed over sequences and branches."""
+    """The right results for the whole tensors of a call, summed over sequences and branches."""
 
     def __init__(self, case: Case, inputs: Inputs, do: Tensor, blocks: Tensor | None) -> None:
         self.case, g = case, case.geometry

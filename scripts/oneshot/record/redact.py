@@ -56,7 +56,7 @@ _COMMON = frozenset(
 
 # Where the words of records and reports come from: keys, statuses, headings, names of files.
 _OWN_TEXTS = (("templates", "*.j2"), ("scripts/oneshot", "**/*.py"), ("bench", "*.py"))
-# What stands around a known text where it counts; {} stands for the text.
+# A known text, for which {} stands, counts only between these.
 _AROUND = {
     "host": (r"(?<![A-Za-z0-9])(){}(?![A-Za-z0-9])",),
     "user": (r"(?<![A-Za-z0-9])(){}(?![A-Za-z0-9])",),
