@@ -151,11 +151,12 @@ def install(python: str, requirements: Path) -> str | None:
     how = ("install", "--quiet", *(() if sys.dont_write_bytecode else ("--no-compile",)))
     wanted = re.findall(r"^[^#\s].*", requirements.read_text(encoding="utf-8"), re.M)
     torch = [line for line in wanted if line.startswith("torch==")]
-    if torch:  # as large as the others, which are unpacked beside it; nothing is said yet
+    if torch:  # as large as the others, which are unpacked beside it
         others = [line for line in wanted if line not in torch]
+        once = (*how, "--retries", "0")  # what fails here is tried again, and told, below
         with ThreadPoolExecutor(1) as beside:
-            beside.submit(pip, python, *how, "--no-deps", *torch, silent=True)
-            pip(python, *how, *others, silent=True)
+            beside.submit(pip, python, *once, "--no-deps", *torch, silent=True)
+            pip(python, *once, *others, silent=True)
     return pip(python, *how, "-r", str(requirements))
 
 
