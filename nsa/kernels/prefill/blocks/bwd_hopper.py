@@ -52,14 +52,16 @@ from nsa.kernels.prefill.span.bwd_hopper import _tma_add, bounded, finite, maske
 from nsa.kernels.prefill.sums import MOST_PARTS, HalfSums
 from nsa.kernels.prefill.warps import rounded_here
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
-from nsa.kernels.tiles import LOG2E
+from nsa.kernels.tiles import LOG2E, cdiv
 
 # Keys of a tile, and its (query, head) rows by the width of Q's and V's heads. 128 take 106 of the
 # 113 KB that half a multiprocessor has; with 192, which are 128 and 64 more, 64 rows would not
-# leave registers for dK.
+# leave registers for dK. A block of 32 keys is the first half of a tile: products are of 64 rows at
+# least, and the L2 bounds the pass.
 KEYS, STAGES = 64, 2
 ROWS = {(64, 64): 64, (128, 128): 64, (192, 128): 32}
 WARPS = 4
+NEVER = tl.constexpr(2147483647)  # a unit that no query has
 # 8 warps (the moving one counts as four) start with 128 registers a thread; all but the least that
 # a thread can have then go to the four: 232.
 START_REGISTERS, LEAST_REGISTERS = 128, tl.constexpr(24)
@@ -273,7 +275,7 @@ def _add_keys(OUT, x, row, live, layout: gl.constexpr, STRIDE: gl.constexpr):
 def _block_walk(
     K, V, ANY_NEGATIVE, OUT_K, OUT_V, buffers, bars, masked_tiles, tiles, first_key, n0, n_keys,
     group, G, first_unit, scale_log2, STAGES: gl.constexpr, HALVES: gl.constexpr,
-    SIGNED: gl.constexpr, EXTRA: gl.constexpr,
+    SIGNED: gl.constexpr, EXTRA: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """The four warps: a piece of the rows that attend one block of keys."""
     keys, places, extras, lse_smem, delta_smem, scale_smem, unit_smem, ds_smem = buffers
@@ -298,6 +300,8 @@ def _block_walk(
     fence_async_shared()
     program_barrier()
     first = first_unit + gl.arange(0, KEYS, gl.SliceLayout(1, S_LAYOUT)) * G
+    if HALF:
+        first = gl.where(gl.arange(0, KEYS, gl.SliceLayout(1, S_LAYOUT)) < KEYS // 2, first, NEVER)
     dk = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
     dv = gl.zeros([KEYS, WIDTH], gl.float32, ACC_LAYOUT)
     dk2 = tiles * 0
@@ -333,11 +337,11 @@ def _block_attn_bwd_hopper_kernel(
     CHUNK_BEGIN, CHUNK_END, CU_SEQLENS, S, S_KV, G, q_start, per_seq, scale_log2,
     VARLEN: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     WIDTH: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
-    PER_CHUNK: gl.constexpr, SIGNED: gl.constexpr,
+    PER_CHUNK: gl.constexpr, SIGNED: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Adds a piece's part of dQ, dK and dV to fp32 tensors, dQ and dK without the softmax scale. Or
     dQ, times SCALES of its rows, to one of fp16. ANY_NEGATIVE: where SIGNED, combine_bwd's flag.
-    WIDTH: columns of V, which Q and K have too, and EXTRA more.
+    WIDTH: columns of V, which Q and K have too, and EXTRA more. HALF: blocks are of KEYS / 2.
 
     PIECES: how many pieces of chunks there are, and these in the order in which programs take them.
     """
@@ -352,8 +356,10 @@ def _block_attn_bwd_hopper_kernel(
     end = gl.minimum(begin + SHARE, gl.load(CHUNK_END + chunk).to(gl.int32))
     tile = gl.load(CHUNK_TILE + chunk)
     group, sequence, n0, n_keys, first_query, first_key = lists_by_keys.keys_of_tile(
-        tile, CU_SEQLENS, S_KV, G, per_seq, KEYS, VARLEN
+        tile, CU_SEQLENS, S_KV, G, per_seq, KEYS // 2 if HALF else KEYS, VARLEN
     )
+    if HALF:
+        n_keys = gl.minimum(n_keys, n0 + KEYS // 2)
     if not VARLEN:
         first_query = sequence * S
     # A unit is token * G + group. This one is the first that sees the block's first key.
@@ -361,11 +367,11 @@ def _block_attn_bwd_hopper_kernel(
     tiles = (end - begin + QUERIES - 1) // QUERIES
     # Pairs are in the order of their tokens, so those that do not see all keys come first.
     pair = begin + gl.arange(0, SHARE, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    unit = gl.load(UNITS + pair, mask=pair < end, other=2147483647)
+    unit = gl.load(UNITS + pair, mask=pair < end, other=NEVER)
     partial = (pair < end) & (unit < first_unit + (KEYS - 1) * G)
     # And one more, see _tile_of_turn.
     masked_tiles = (gl.sum(partial.to(gl.int32), 0) + QUERIES - 1) // QUERIES + 1
-    masked_tiles = gl.minimum(masked_tiles, tiles)
+    masked_tiles = tiles if HALF else gl.minimum(masked_tiles, tiles)
 
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLACE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
@@ -399,7 +405,7 @@ def _block_attn_bwd_hopper_kernel(
         (_block_walk, (
             K, V, ANY_NEGATIVE, OUT_K, OUT_V, buffers, bars, masked_tiles, tiles, first_key, n0,
             n_keys, group, G, first_unit, scale_log2, STAGES, DQD.dtype == gl.float16, SIGNED,
-            EXTRA,
+            EXTRA, HALF,
         )),
         (_move_rows, (
             QD, DOD, DQD, LSE, DELTA, SCALES, UNITS, buffers, bars, tiles, begin, end, HEADS,
@@ -421,7 +427,7 @@ def _head_tiles(x: torch.Tensor, groups: int) -> Any:
 
 TAKES = (
     "16-bit heads, 64 or 128 wide for Dk = Dv or 192 and 128, 4, 8 or 16 a group, and blocks of "
-    "64, 128 .. keys"
+    "32, 64, 128 .. keys"
 )
 
 
@@ -430,7 +436,7 @@ def usable(
 ) -> bool:
     """Return whether this module takes the call: see TAKES, and contiguous tensors."""
     return (
-        block_size % KEYS == 0
+        (block_size % KEYS == 0 or block_size == KEYS // 2)
         and (q.shape[-1], v.shape[-1]) in ROWS
         and q.shape[-2] in (4 * k.shape[-2], 8 * k.shape[-2], 16 * k.shape[-2])
         and q.numel() // q.shape[-1] < 2**31 - 2**16
@@ -441,7 +447,7 @@ def usable(
 
 def adds_halves(q: torch.Tensor, n_sel: int, block_size: int) -> bool:
     """True where dQ of n_sel blocks is summed in fp16: not if dQ itself has as many bits."""
-    return q.dtype == torch.bfloat16 and n_sel * (block_size // KEYS) <= MOST_PARTS
+    return q.dtype == torch.bfloat16 and n_sel * cdiv(block_size, KEYS) <= MOST_PARTS
 
 
 def add_block_gradients(
@@ -472,5 +478,6 @@ def add_block_gradients(
         *chunks, cu_seqlens if varlen else lists.rows, s_q, s_kv, groups, q_start, lists.per_seq,
         softmax_scale * LOG2E, VARLEN=varlen, HEADS=heads, ROWS=ROWS[q.shape[-1], v.shape[-1]],
         KEYS=KEYS, WIDTH=v.shape[-1], EXTRA=q.shape[-1] - v.shape[-1], STAGES=STAGES, SHARE=share,
-        PER_CHUNK=per_chunk, SIGNED=signed, num_warps=WARPS, maxnreg=START_REGISTERS,
+        PER_CHUNK=per_chunk, SIGNED=signed, HALF=lists.tile < KEYS, num_warps=WARPS,
+        maxnreg=START_REGISTERS,
     )  # fmt: skip

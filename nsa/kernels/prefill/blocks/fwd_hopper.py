@@ -59,15 +59,15 @@ from nsa.kernels.prefill.warps import (
     warp_number,
 )
 from nsa.kernels.row_tiles import descriptor, shared_layout, tma_usable
-from nsa.kernels.tiles import LOG2E, sm_count
+from nsa.kernels.tiles import LOG2E, cdiv, sm_count
 
 # P V of a block that is not seen to its end goes by 16 keys at a time. In one, ptxas 13.4 keeps 320
 # bytes on the stack, some of them in the loops over whole blocks; so it keeps 40, and none there.
 IN_STEPS = gl.constexpr(SINCE_3_8)
-KEYS = 64
+KEYS = 64  # of a block in the ring, or of a part of one; 32 where blocks are of 32
 HEADS = 16  # rows of a warp's product
 WARPS = tile_blocks.EIGHT.value  # one a query: with 16, a third of the registers is missing
-# Blocks that fit, by the width of a head of K and V. 192 are 128 and 64 more.
+# Blocks of KEYS that fit, by the width of a head of K and V. 192 are 128 and 64 more.
 STAGES = {(64, 64): 14, (128, 128): 7, (192, 128): 5}
 
 
@@ -128,8 +128,9 @@ def _attend(acc, m, l, q, k, k2, v, last, scale_log2, MASKED: gl.constexpr):
     if MASKED and IN_STEPS:
         l = _summed(l, alpha, p)
         acc = acc * alpha[:, None]
-        a, b = _halves(p.to(v.dtype))
-        parts = _halves(a) + _halves(b)
+        parts = _halves(p.to(v.dtype))
+        if KEYS == 64:
+            parts = _halves(parts[0]) + _halves(parts[1])
         for part in gl.static_range(len(parts)):
             left = gl.convert_layout(parts[part], LEFT, assert_trivial=True)
             live = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, RIGHT)) <= last
@@ -396,15 +397,15 @@ def _block_attn_fwd_hopper_kernel(
     ], [1], [LEAST_REGISTERS])  # fmt: skip
 
 
-def _blocks(x: Tensor, columns: int) -> Any:
+def _blocks(x: Tensor, keys: int, columns: int) -> Any:
     """Descriptor of `columns` of one group's blocks of keys in x [.., G, width]."""
     layout = shared_layout(128, x.element_size() * 8, 2)
-    return descriptor(x.view(-1, x.shape[-2] * x.shape[-1]), (KEYS, columns), layout)
+    return descriptor(x.view(-1, x.shape[-2] * x.shape[-1]), (keys, columns), layout)
 
 
 TAKES = (
     "16-bit heads, 64 or 128 wide for Dk = Dv or 192 and 128, "
-    "9 to 16 a group (4 or 8 in long sequences), and blocks of 64, 128 .. keys"
+    "9 to 16 a group (4 or 8 in long sequences), and blocks of 32 (with 9 to 16), 64, 128 .. keys"
 )
 
 
@@ -415,10 +416,10 @@ def usable(
     keys of the longest sequence."""
     heads = q.shape[-2] // k.shape[-2]
     shares = HEADS // 2 < heads <= HEADS
-    n_parts = n_sel * (block_size // KEYS)
+    n_parts = n_sel * cdiv(block_size, KEYS)
     return (
-        block_size % KEYS == 0
-        and (shares or splits(q, v, n_parts, longest))
+        (block_size % KEYS == 0 or block_size == KEYS // 2)
+        and (shares or block_size >= KEYS and splits(q, v, n_parts, longest))
         and (q.shape[-1], v.shape[-1]) in STAGES
         and n_sel > 0
         and tile_blocks.room(WARPS if shares else tile_blocks.queries_of(heads), n_parts)
@@ -455,12 +456,12 @@ def attend_blocks(
     s_q, s_kv = by.lengths(q, k)
     keep = out is not None
     out, total = (out if keep else total), (total if others else out)
-    parts = by.block_size // KEYS
+    keys, parts = min(by.block_size, KEYS), cdiv(by.block_size, KEYS)
     n_parts = by.n_sel * parts
-    split = splits(q, v, n_parts, longest)
+    split = keys == KEYS and splits(q, v, n_parts, longest)
     heads = hq // groups
     lists = tile_blocks.tile_blocks(
-        by.blocks, by.seq_begin, s_q, s_kv, by.q_start, KEYS, heads=heads if split else 0,
+        by.blocks, by.seq_begin, s_q, s_kv, by.q_start, keys, heads=heads if split else 0,
         queries=tile_blocks.queries_of(heads) if split else WARPS, parts=parts,
         costs=tile_blocks.COSTS[dim, width],
     )  # fmt: skip
@@ -476,10 +477,12 @@ def attend_blocks(
     n_others = (1 if o_win is None else 2) if others else 0
     launch(
         _block_attn_fwd_hopper_kernel, (programs,),
-        q, _blocks(k, width), _blocks(k, extra or width), _blocks(v, width), out, lse, o_cmp,
+        q, _blocks(k, keys, width), _blocks(k, keys, extra or width), _blocks(v, keys, width), out,
+        lse, o_cmp,
         o_cmp if o_win is None else o_win, gates, total, lists.entries, lists.counts, *some,
         tokens, s_q, s_kv, groups, heads, by.q_start, by.softmax_scale * LOG2E,
-        VARLEN=by.packed, HEADS=HEADS, ROOM=lists.entries.shape[-1], STAGES=STAGES[dim, width],
+        VARLEN=by.packed, HEADS=HEADS, ROOM=lists.entries.shape[-1],
+        STAGES=STAGES[dim, width] * KEYS // keys,
         OTHERS=n_others, KEEP=keep, SOME=split, EIGHTS=lists.queries // WARPS,
         PART=max(lists.part, 1), EXTRA=extra, num_warps=WARPS, maxnreg=START_REGISTERS,
     )  # fmt: skip

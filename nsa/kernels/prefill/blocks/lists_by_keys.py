@@ -147,10 +147,11 @@ def chunks_of(counts: Tensor, most: int, size: int) -> Chunks:
 @dataclass(frozen=True)
 class TileRows(Chunks):
     """rows: token * G + group of each pair, by tile and ascending. per_seq: tiles of a sequence and
-    group; of a pack those of all sequences, see packs.py. For keys_of_tile."""
+    group; of a pack those of all sequences, see packs.py. For keys_of_tile. tile: its keys."""
 
     rows: Tensor
     per_seq: int
+    tile: int
 
 
 @triton.jit
@@ -286,7 +287,7 @@ def rows_of_tiles(
         bounds = torch.searchsorted(of_pair, torch.arange(n_tiles + 1, **kw))
         rows = (order // (tiles_per_block * n_sel)).to(torch.int32)
         chunks = chunks_of(bounds.diff(), pairs, chunk)
-        return TileRows(**vars(chunks), rows=rows, per_seq=per_seq)
+        return TileRows(**vars(chunks), rows=rows, per_seq=per_seq, tile=tile)
     counts, rows = torch.empty(n_tiles, **kw), torch.empty(pairs, **kw)
     launch(_tile_counts_kernel, (n_tiles,), out, counts, words, WORDS=WORDS, num_warps=1)
     chunks = chunks_of(counts, pairs, chunk)
@@ -295,7 +296,7 @@ def rows_of_tiles(
         out, chunks.bounds, cu_arg, rows, words, s_arg, groups, per_seq, VARLEN=packed, TILE=tile,
         WORDS=WORDS, SHARE=SHARE, num_warps=1,
     )  # fmt: skip
-    return TileRows(**vars(chunks), rows=rows, per_seq=per_seq)
+    return TileRows(**vars(chunks), rows=rows, per_seq=per_seq, tile=tile)
 
 
 @triton.jit

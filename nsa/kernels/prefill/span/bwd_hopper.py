@@ -56,7 +56,6 @@ from nsa.kernels.launch import launch
 from nsa.kernels.prefill.gate_sign import in_log2, signed_by
 from nsa.kernels.prefill.packs import Rows, sequence_bounds, share_of_program
 from nsa.kernels.prefill.releases import (
-    ONLY_WHOLE,
     carve,
     from_head,
     head_address,
@@ -472,10 +471,10 @@ def _span_walk(
     delta_row, q_start, span_a, span_b, scale, scale_log2,
     MODE: gl.constexpr, BLOCK_Q: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, SIGNED: gl.constexpr, EXTRA: gl.constexpr, DS_AT: gl.constexpr,
-    DQ_AT: gl.constexpr, HEAD_AT: gl.constexpr,
+    DQ_AT: gl.constexpr, DQ2_AT: gl.constexpr, HEAD_AT: gl.constexpr,
 ):  # fmt: skip
-    """The eight warps: a share of the queries past one tile of keys. DS_AT, DQ_AT: where memories
-    begin, in bytes from the head of the store, which is at HEAD_AT."""
+    """The eight warps: a share of the queries past one tile of keys. DS_AT, DQ_AT, DQ2_AT: where
+    memories begin, in bytes from the head of the store, which is at HEAD_AT."""
     k_place, v_place, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, extras = buffers
     ROWS: gl.constexpr = BLOCK_Q * HEADS
     KEYS: gl.constexpr = k_place.shape[1]
@@ -533,7 +532,7 @@ def _span_walk(
     s = warpgroup_mma(k_place.index(0), q_ahead, zero, use_acc=False, is_async=True)
     # dK and dV take part so that their zeros are not written while the product runs.
     if EXTRA > 0:
-        dq2_at = kept(_place_in_dq(first_bar + DQ_AT + ROWS * WIDTH * 4, EXTRA))
+        dq2_at = kept(_place_in_dq(first_bar + DQ2_AT, EXTRA))
         dk2 = gl.zeros([KEYS, EXTRA], gl.float32, ACC2_LAYOUT)
         q2_ahead = extras[1].index(0).permute([1, 0])
         s = warpgroup_mma(extras[0].index(0), q2_ahead, s, is_async=True)
@@ -635,19 +634,19 @@ def _span_bwd_hopper_kernel(
 
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     DQ_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    # In lines of 128 bytes: barriers, lse and delta, then tiles.
-    # A row of lse takes two lines, and has to divide what is before it with ONLY_WHOLE.
-    LSE_AT: gl.constexpr = 2 if ONLY_WHOLE else 1
+    # In lines of 128 bytes: barriers, lse and delta, then tiles, in such an order that each row of
+    # them divides what is before it, as ONLY_WHOLE needs.
+    LSE_AT: gl.constexpr = 2
     DELTA_AT: gl.constexpr = LSE_AT + STAGES * ROWS * 4 // LINE
     K_AT: gl.constexpr = (DELTA_AT + DO_STAGES * ROWS * 4 // LINE + 7) // 8 * 8
     V_AT: gl.constexpr = K_AT + KEYS * WIDTH * 2 // LINE
-    Q_AT: gl.constexpr = V_AT + KEYS * WIDTH * 2 // LINE
+    DQ_AT: gl.constexpr = V_AT + KEYS * WIDTH * 2 // LINE
+    Q_AT: gl.constexpr = DQ_AT + ROWS * WIDTH * 4 // LINE
     DO_AT: gl.constexpr = Q_AT + STAGES * ROWS * WIDTH * 2 // LINE
     K2_AT: gl.constexpr = DO_AT + DO_STAGES * ROWS * WIDTH * 2 // LINE
     Q2_AT: gl.constexpr = K2_AT + KEYS * EXTRA * 2 // LINE
     DS_AT: gl.constexpr = Q2_AT + STAGES * ROWS * EXTRA * 2 // LINE
-    DQ_AT: gl.constexpr = DS_AT + 2 * KEYS * ROWS * 2 // LINE
-    DQ2_AT: gl.constexpr = DQ_AT + ROWS * WIDTH * 4 // LINE
+    DQ2_AT: gl.constexpr = DS_AT + 2 * KEYS * ROWS * 2 // LINE
     LINES: gl.constexpr = DQ2_AT + ROWS * EXTRA * 4 // LINE
     STORE: gl.constexpr = store_of(LINES, LINE, K_AT, V_AT - K_AT)
     HEAD_AT: gl.constexpr = head_address(STORE)
@@ -690,7 +689,7 @@ def _span_bwd_hopper_kernel(
             start, last, q_begin, m_begin, q_len, n0, k_begin, k_len,
             group, G, lse_row, delta_row, q_start, span_a, span_b, scale, scale_log2, MODE, BLOCK_Q,
             HEADS, STAGES, SPLIT, SIGNED, EXTRA,
-            from_head(STORE, DS_AT), from_head(STORE, DQ_AT), HEAD_AT,
+            from_head(STORE, DS_AT), from_head(STORE, DQ_AT), from_head(STORE, DQ2_AT), HEAD_AT,
         )),
         (_fetch_rows, (
             QD, QD2, DOD, STATS, buffers, bars, tiles, start, last, t0, group * HEADS, lse_row,
@@ -722,8 +721,6 @@ def usable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Te
         and heads & (heads - 1) == 0
         and heads <= ROWS
         and (q.shape[-1], v.shape[-1]) in STAGES
-        # There the places of dQ do not divide what is before them, as Triton 3.8 would have it.
-        and not (ONLY_WHOLE and q.shape[-1] > v.shape[-1])
         and q.element_size() == 2
         and 2 * q.numel() // q.shape[-1] < 2**31
         and tma_usable(90, q, whole=grad_out)
