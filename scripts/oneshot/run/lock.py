@@ -45,21 +45,16 @@ class Lock:
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline or stopped():
-                    holder = self._holder(fd)
+                    holder = "another process"
+                    with suppress(ValueError, KeyError, OSError):
+                        data = json.loads(os.pread(fd, 4096, 0))
+                        holder = f"process {data['pid']} since {data['since']}"
                     os.close(fd)
                     raise Locked(f"{self.what} is held by {holder}") from None
                 time.sleep(0.2)
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps({"pid": os.getpid(), "since": utc_now()}).encode(), 0)
         self._fd = fd
-
-    @staticmethod
-    def _holder(fd: int) -> str:
-        try:
-            data = json.loads(os.pread(fd, 4096, 0))
-            return f"process {data['pid']} since {data['since']}"
-        except (ValueError, KeyError, OSError):
-            return "another process"
 
     def release(self) -> None:
         if self._fd is not None:

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,42 +27,28 @@ from scripts.oneshot.box import env as box
 from scripts.oneshot.box.watch import Watch
 from scripts.oneshot.compare.verify import AHEAD, SAMPLES, check_rows, parse_date, raw_key
 from scripts.oneshot.record import bundle as bundles
+from scripts.oneshot.record import judge
 from scripts.oneshot.record.capture import plain
 from scripts.oneshot.record.gate import gate
 from scripts.oneshot.record.journal import Ballast, Journal, read_events, write_atomic, write_json
-from scripts.oneshot.record.judge import (
-    EXIT_BY_SIGNAL,
-    EXIT_INFRA,
-    EXIT_LOCKED,
-    EXIT_USAGE,
-    Judgement,
-    Status,
-    is_cut,
-)
+from scripts.oneshot.record.judge import Judgement, Status
 from scripts.oneshot.record.model import RunRecord, Stage, StageResult
 from scripts.oneshot.record.outputs import junit_xml, repro_script, scp_line, short_report
 from scripts.oneshot.record.redact import RULES_VERSION, Redactor
 from scripts.oneshot.report.tables import check_csvs
+from scripts.oneshot.run import supervise
 from scripts.oneshot.run.arguments import parser
 from scripts.oneshot.run.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.run.place import Place
 from scripts.oneshot.run.progress import Progress
 from scripts.oneshot.run.stages import ENV_STAGE, LEFT_OUT, choose, plan
-from scripts.oneshot.run.supervise import (
-    Context,
-    Stop,
-    end_waiting,
-    not_run,
-    result_of,
-    run_stage,
-    start_ahead,
-)
-from scripts.oneshot.streams import say
+from scripts.oneshot.run.supervise import Context, Stop, run_stage
+from scripts.oneshot.streams import last_answer, say
 
 ROOT = Path(__file__).resolve().parents[3]
 RENDER_RESERVE_S = 10.0
 DETACH_WAIT_S = 5.0
-RESUME_MAX_AGE_S = 24 * 3600
+RESUME_MAX_AGE = timedelta(hours=24)
 
 
 @dataclass
@@ -110,12 +96,10 @@ class Run:
     def save(self, files: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Write bundle.json as of now and return it."""
         self._stay()
-        data = self.record.to_bundle()
-        data["files"] = files or []
-        fits = self.ballast.guarded(lambda: write_json(self.folder / "bundle.json", data))
-        if not fits:
+        data = {**self.record.to_bundle(), "files": files or []}
+        self.saved = self.ballast.guarded(lambda: write_json(self.folder / "bundle.json", data))
+        if not self.saved:
             self.progress.line("ERROR bundle.json could not be written: no space left")
-        self.saved = fits
         return data
 
     def write(self, name: str, text: str) -> None:
@@ -127,18 +111,10 @@ class Run:
         made = {name for stage in self.stages for name in stage.outputs}
         self.ballast = Ballast(self.folder, {s.log_path for s in self.stages} - made)
         self.journal = self._open_journal()
-        self.event(
-            "run_start",
-            run_id=self.run_id,
-            profile=self.profile,
-            scope=self.scope,
-            argv=self.argv,
-            git=self.git,
-            price_per_hour=self.args.price,
-            partial=self.partial,
-            started=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            plan=[s.planned() for s in self.stages],
-        )
+        facts = {n: getattr(self, n) for n in "run_id profile scope argv git partial".split()}
+        facts |= {"price_per_hour": self.args.price, "plan": [s.planned() for s in self.stages]}
+        facts["started"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self.event("run_start", **facts)
         self.write("report.md", short_report(self.save()))  # until, or if, there is a better one
         self.progress.line(f"run {self.run_id}, profile {self.profile}, into {self.folder}")
         if left_out := LEFT_OUT.get(self.profile):
@@ -153,20 +129,20 @@ class Run:
             self._stages()
         except Exception as error:  # a fault of the runner itself must not cost what was proven
             self.internal_error = True
-            self.note(f"the runner itself failed: {_where(error)}", level="warn")
+            self.note(f"the runner itself failed: {_where(error)}")
         finally:
-            end_waiting(self.context)
+            supervise.end_waiting(self.context)
         return self._finish()
 
     def _stages(self) -> None:
-        start_ahead(self.context, self.stages)
+        supervise.start_ahead(self.context, self.stages)
         blocked = self._environment()
         for stage in self.stages:
             if stage.id == ENV_STAGE.id:
                 continue
             self.progress.next()
             if (reason := self._why_not(stage, blocked)) is not None:
-                self._end(not_run(stage, *reason))
+                self._end(supervise.not_run(stage, *reason))
                 continue
             stage = stage.completed(self.record.results)
             if (reused := self._reusable(stage)) is not None:
@@ -209,40 +185,34 @@ class Run:
         self.progress.next()
         self.progress.begin(stage)
         self._start(stage, 1, None)
-        t0 = time.monotonic()
-        answer: dict[str, Any] = {}
-
-        def probe() -> None:
-            shown = self.redactor.variables(os.environ)
-            answer["all"] = box.collect(
-                ROOT, self.folder, sys.executable, shown, self.smi, self.setup
-            )
-
+        t0, answer = time.monotonic(), []
+        shown = self.redactor.variables(os.environ)
+        asked = (ROOT, self.folder, sys.executable, shown, self.smi, self.setup)
+        probe = lambda: answer.append(box.collect(*asked))
         worker = threading.Thread(target=probe, daemon=True)
         worker.start()
         while worker.is_alive() and not self.stop.by:
             worker.join(0.05)
         wall_s, start_s = round(time.monotonic() - t0, 3), round(t0 - self.started, 3)
         common: dict[str, Any] = dict(timeout_s=stage.timeout_s, start_s=start_s, wall_s=wall_s)
-        if "all" not in answer:
+        if not answer:
             box.abort()
             why = f"stopped by {self.stop.by.upper()}" if self.stop.by else "the capture failed"
             kind = "PREEMPTED" if self.stop.by else None
-            self._end(result_of(stage, Judgement(Status.INFRA, why, kind), **common))
+            self._end(supervise.result_of(stage, Judgement(Status.INFRA, why, kind), **common))
             return why
-        env, device, torch = answer["all"]
+        env, device, torch = answer[0]
         on_gpu, cards_ = self.scope == "gpu", () if isinstance(self.smi, str) else self.smi
         facts = (self.folder, device, torch, self.git, os.environ, self.setup)
         checks = doctor.examine(doctor.Box(on_gpu, *facts))
         prints = box.fingerprint(device, torch, os.environ, cards_, env["system"]["cpu"])
         told = [asdict(check) for check in checks]
         self.event("facts", env=env, device=device, env_fingerprint=prints, doctor=told)
-        clean = self.record.env
-        self.ballast.guarded(lambda: write_json(self.folder / "env.json", clean))
-        self.write("env.txt", box.as_text(clean))
+        self.ballast.guarded(lambda: write_json(self.folder / "env.json", self.record.env))
+        self.write("env.txt", box.as_text(self.record.env))
         for line in doctor.lines([c for c in checks if c.level != "OK"]):
             self.progress.line(self.redactor.text(line))
-        self._end(result_of(stage, Judgement(Status.PASS), rc=0, **common))
+        self._end(supervise.result_of(stage, Judgement(Status.PASS), rc=0, **common))
         if on_gpu:
             self.watch.start(self.folder / "telemetry.csv", self.started)
         if on_gpu and device.get("sm") == "8.9":
@@ -279,9 +249,10 @@ class Run:
     @staticmethod
     def _dragged(first: StageResult | None, why: str) -> tuple[Status, str, str | None]:
         """Return why a stage that needs `first` is not started: cut where that one was cut."""
-        skipped = first is not None and first.status is Status.SKIPPED
-        kind = first.kind if first is not None and is_cut(first) else None
-        return Status.SKIPPED if skipped else Status.NOT_RUN, why, kind
+        if first is None:
+            return Status.NOT_RUN, why, None
+        status = Status.SKIPPED if first.status is Status.SKIPPED else Status.NOT_RUN
+        return status, why, first.kind if judge.is_cut(first) else None
 
     def _budget_left(self) -> float | None:
         if self.args.budget is None:
@@ -290,34 +261,29 @@ class Run:
 
     def _attempt(self, stage: Stage) -> None:
         """Run a stage; a second time, and smaller, only after the GPU was out of memory."""
-        for attempt in (1, 2):
-            half = attempt == 2 and stage.shrinks
-            if attempt == 2:
-                stage = stage.smaller()
-            self.watch.before_stage()
-            self._start(stage, attempt, stage.log_path)
-            if attempt == 1:
-                self.progress.begin(stage)
-            how = dict(budget_left_s=self._budget_left(), run_started=self.started)
-            result = run_stage(self.context, stage, attempt=attempt, **how)
-            result = self.watch.beside_faults(result)
-            bad = result.status in (Status.CRASH, Status.TIMEOUT, Status.FAIL, Status.INFRA)
-            if bad and stage.gpu and not self.stop.by:
-                self.watch.after_failure(result)
-            again = attempt == 1 and result.kind == "OOM_DEVICE"
-            if again and not (self.stop.by or None in self.watch.gone):
-                size = " at half size" if stage.shrinks else ""
-                if stage.side_by_side:
-                    size = " with a quarter of the processes at a time"
-                self.note(f"{stage.id}: the GPU was out of memory; one more try{size}")
-                continue
-            if attempt == 2:
-                flaky = result.status is Status.PASS and not half
-                result = replace(result, half_size=half, flaky=flaky)
-            if result.kind == "BUDGET":
-                self.out_of_budget = True
-            break
+        self.progress.begin(stage)
+        result = self._once(stage, 1)
+        if result.kind == "OOM_DEVICE" and not (self.stop.by or None in self.watch.gone):
+            size = " at half size" if stage.shrinks else ""
+            if stage.side_by_side:
+                size = " with a quarter of the processes at a time"
+            self.note(f"{stage.id}: the GPU was out of memory; one more try{size}")
+            result = self._once(stage.smaller(), 2)
+            flaky = result.status is Status.PASS and not stage.shrinks
+            result = replace(result, half_size=stage.shrinks, flaky=flaky)
+        self.out_of_budget |= result.kind == "BUDGET"
         self._end(result)
+
+    def _once(self, stage: Stage, attempt: int) -> StageResult:
+        self.watch.before_stage()
+        self._start(stage, attempt, stage.log_path)
+        how = dict(budget_left_s=self._budget_left(), run_started=self.started)
+        result = run_stage(self.context, stage, attempt=attempt, **how)
+        result = self.watch.beside_faults(result)
+        bad = result.status in (Status.CRASH, Status.TIMEOUT, Status.FAIL, Status.INFRA)
+        if bad and stage.gpu and not self.stop.by:
+            self.watch.after_failure(result)
+        return result
 
     def _start(self, stage: Stage, attempt: int, log: str | None) -> None:
         self.event("stage_start", stage=stage.id, attempt=attempt, log=log)
@@ -351,9 +317,7 @@ class Run:
 
     def _reusable(self, stage: Stage) -> StageResult | None:
         """Return the PASS of an earlier run, if everything that could change it is the same."""
-        if self.previous is None:
-            return None
-        old, folder = self.previous
+        old, folder = self.previous or (RunRecord(), self.folder)
         done = old.results.get(stage.id)
         same = (
             done is not None
@@ -363,7 +327,8 @@ class Run:
             and checkout.same_sources(old.git, self.git)
             and not old.git.get("changed_during_run")
             and old.env_fingerprint == self.record.env_fingerprint
-            and -AHEAD.total_seconds() < _age_s(done.started or old.started) < RESUME_MAX_AGE_S
+            and (then := parse_date(done.started or old.started)) is not None
+            and -AHEAD < datetime.now(timezone.utc) - then < RESUME_MAX_AGE
         )
         rows = old.rows.get(stage.id, [])
         if not same or any(r["kind"] == "bench" and r["status"] == "UNSTABLE" for r in rows):
@@ -389,21 +354,19 @@ class Run:
     def _take_over_samples(self, source: Path, rows: list[dict[str, Any]]) -> None:
         """Take over the raw times behind the bench rows of a stage."""
         mine = {raw_key(r) for r in rows if r["kind"] == "bench"}
-        lines = (_read(self.folder / SAMPLES) or "").splitlines()
-        kept = len(lines)
+        before = lines = (_read(self.folder / SAMPLES) or "").splitlines()
         for line in (_read(source) or "").splitlines():
             with suppress(ValueError, AttributeError, TypeError):
                 if raw_key(json.loads(line)) in mine and line not in lines:
-                    lines.append(line)
-        if len(lines) > kept:
+                    lines = [*lines, line]
+        if lines != before:
             self.write(SAMPLES, "\n".join(lines) + "\n")
 
     def _finish(self) -> int:
         hurried = self.stop.by is not None
         self.watch.stop()
-        ended_by = self.stop.by or ("budget" if self.out_of_budget else "normal")
-        if self.internal_error:
-            ended_by = "crash"
+        ended_by = "budget" if self.out_of_budget else "normal"
+        ended_by = "crash" if self.internal_error else self.stop.by or ended_by
         self._look_at_sources_again(2.0 if hurried else 20.0)
         self._stay()
         self._keep_journal()
@@ -426,7 +389,7 @@ class Run:
                 (self.folder / name).unlink(missing_ok=True)
             self.write("report.md", short_report(self.save()))
         data = self.save(bundles.inventory(self.folder))
-        code = data["verdict"]["exit_code"] if self.saved else EXIT_INFRA
+        code = data["verdict"]["exit_code"] if self.saved else judge.EXIT_INFRA
         packed = None
         if outcome["gate"] == "clean":
             try:
@@ -473,8 +436,8 @@ class Run:
         self.journal.started = self.started
         self.event("redaction", summary=summary)
         self.journal.close()
-        path, told = self.folder / "redactions.json", {**summary, **outcome}
-        self.ballast.guarded(lambda: write_json(path, told))
+        path = self.folder / "redactions.json"
+        self.ballast.guarded(lambda: write_json(path, {**summary, **outcome}))
         return outcome
 
     def _render(self, limit_s: float) -> None:
@@ -548,23 +511,9 @@ def _where(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
 
 
-def _age_s(stamp: str | None) -> float:
-    then = parse_date(stamp)
-    return (datetime.now(timezone.utc) - then).total_seconds() if then else float("inf")
-
-
 def given_commit(args: argparse.Namespace) -> str | None:
     """Return the commit that the caller names, for sources without git."""
     return args.commit or os.environ.get("NSA_COMMIT")
-
-
-def _setup(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what scripts/setup_env.py said of the choice of Python."""
-    with suppress(ValueError):
-        data = json.loads(environ.get("ONESHOT_SETUP", "{}"))
-        if isinstance(data, dict):
-            return data
-    return {}
 
 
 def _dry_run(profile: str, stages: list[Stage], folder: Path) -> int:
@@ -573,8 +522,7 @@ def _dry_run(profile: str, stages: list[Stage], folder: Path) -> int:
         variables = " ".join(f"{k}={v}" for k, v in stage.env.items())
         command = shlex.join(stage.argv).replace("'{python}'", "python")
         print(f"{stage.id:16} about {stage.estimate_s:3.0f} s  {variables} {command}")
-    total = sum(s.estimate_s for s in stages)
-    print(f"about {total / 60:.1f} minutes in all")
+    print(f"about {sum(s.estimate_s for s in stages) / 60:.1f} minutes in all")
     return 0
 
 
@@ -606,8 +554,7 @@ def _detach(argv: list[str], out: Path, folder: Path) -> int:
                 break
             if code is not None:
                 said.seek(0)
-                text = said.read().strip() or f"not started: the run ended with exit code {code}"
-                say(text)
+                say(said.read().strip() or f"not started: the run ended with exit code {code}")
                 return code
             time.sleep(0.05)
     print(f"{words} {child.pid}; follow it: python -m scripts.oneshot attach {out}")
@@ -623,7 +570,7 @@ def main(argv: list[str]) -> int:
         return 130
     except Exception as error:
         say(f"not run, the runner itself failed: {_where(error)}")
-        return EXIT_INFRA
+        return judge.EXIT_INFRA
 
 
 def _main(argv: list[str]) -> int:
@@ -650,7 +597,7 @@ def _main(argv: list[str]) -> int:
     if args.gpus and (profile == "cpu" or (isinstance(smi, str) and not hardware)):
         why = "profile cpu uses none" if args.profile == "cpu" else "no NVIDIA hardware is visible"
         say(f"--gpus names GPUs, got {args.gpus!r}, but {why}")
-        return EXIT_USAGE
+        return judge.EXIT_USAGE
     several: list[cards.Card] = []
     try:
         if args.gpus and not isinstance(smi, str):
@@ -659,7 +606,7 @@ def _main(argv: list[str]) -> int:
         stages, partial = choose(stages, args.only, args.skip)
     except ValueError as error:
         say(str(error))
-        return EXIT_USAGE
+        return judge.EXIT_USAGE
     if several and len(smi) > 1:
         os.environ.update(cards.visible(cards.good(several) or several))
     several = several if len(several) > 1 else []
@@ -674,6 +621,7 @@ def _main(argv: list[str]) -> int:
     box.settle_triton_cache(out)
     keep = tuple(n for n, on in (("host", args.keep_host), ("ip", args.keep_ip)) if on)
     redactor = Redactor(root=ROOT, keep=keep)
+    said, setup = [redactor.text(a) for a in argv], last_answer(os.environ.get("ONESHOT_SETUP", ""))
     locks: list[Lock] = []
     try:
         locks.append(folder_lock(out, git["short"]))
@@ -686,18 +634,16 @@ def _main(argv: list[str]) -> int:
     except Locked as error:
         if stop.by:
             say(f"stopped by {stop.by.upper()} while it waited: {error}")
-            return EXIT_BY_SIGNAL[stop.by]
+            return judge.EXIT_BY_SIGNAL[stop.by]
         say(f"not started: {error}. Wait for it, or use --wait 10m.")
-        return EXIT_LOCKED
+        return judge.EXIT_LOCKED
     except OSError as error:
         say(f"not started: the output folder cannot be used: {error}")
-        return EXIT_INFRA
+        return judge.EXIT_INFRA
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    facts = (folder, profile, stages, partial, git, redactor, stop, smi, several, setup or {})
     try:
-        said, setup = [redactor.text(a) for a in argv], _setup(os.environ)
-        return Run(
-            args, said, folder, profile, stages, partial, git, redactor, stop, smi, several, setup
-        ).execute()
+        return Run(args, said, *facts).execute()
     finally:
         for lock in locks:
             lock.release()

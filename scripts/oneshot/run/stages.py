@@ -50,8 +50,7 @@ def beside(one: Stage) -> tuple[str, ...]:
     """Return SHARDED with the kernels of a stage, whose argv ends with where it writes, compiled
     meanwhile."""
     command = shlex.join((*one.argv[1:-2], "--compile_only"))
-    at = SHARDED.index(SHARDS) + 1
-    return (*SHARDED[:at], "--beside", command, *SHARDED[at:])
+    return (*SHARDED[:3], "--beside", command, *SHARDED[3:])
 
 
 # Stages that a profile does not have; the report names those of `quick`.
@@ -62,16 +61,13 @@ def plan(profile: str) -> list[Stage]:
     """Return the stages of a profile in order. Raises ValueError for an unknown profile."""
     if profile not in PROFILES:
         raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {profile!r}")
-    stages = _cpu() if profile == "cpu" else _gpu(profile)
-    return [ENV_STAGE, *stages]
+    return [ENV_STAGE, *(_cpu() if profile == "cpu" else _gpu(profile))]
 
 
-TRITON_ON = {
-    "NSA_USE_TRITON_SEL": "1",
-    "NSA_SEL_TRITON_ALLOW_GRAD": "1",
-    "NSA_TEST_TRITON_SEL": "1",
-    "NSA_SEL_TRITON_MIN_L": "1",
-}
+TRITON_ON = dict.fromkeys(
+    ("NSA_USE_TRITON_SEL", "NSA_SEL_TRITON_ALLOW_GRAD", "NSA_TEST_TRITON_SEL",
+     "NSA_SEL_TRITON_MIN_L"), "1"
+)  # fmt: skip
 # A parity stage judges the kernels themselves, also where the SM 8.9 policy would not pick them.
 PARITY = {**TRITON_ON, "NSA_TRITON_SEL_FORCE": "1"}
 PREFILL_ON = {"NSA_USE_TRITON_SEL": "1"}
@@ -108,15 +104,12 @@ def _summary(table: str, timeout_s: float, estimate_s: float) -> Stage:
 
 def _gpu(profile: str) -> list[Stage]:
     """Return all stages in the order in which they run."""
-    full = profile == "full"
-    stages = [
-        *_of_every_profile(profile), *([*PREFILL_SIZES, *FA2] if full else []), THRESHOLD,
-        *([SEL_RANGES, *DECODE, FUZZ, *SELECTION] if full else []),
-    ]  # fmt: skip
-    return [
-        replace(stage, ahead=stage.id not in ("threshold", "decode_summary"))  # without PyTorch
-        for stage in stages if stage.id not in LEFT_OUT.get(profile, ())
-    ]  # fmt: skip
+    stages = [*_of_every_profile(profile), THRESHOLD]
+    if profile == "full":
+        stages[-1:] = [*PREFILL_SIZES, *FA2, THRESHOLD, SEL_RANGES, *DECODE, FUZZ, *SELECTION]
+    stages = [stage for stage in stages if stage.id not in LEFT_OUT.get(profile, ())]
+    without_torch = ("threshold", "decode_summary")
+    return [replace(stage, ahead=stage.id not in without_torch) for stage in stages]
 
 
 def _of_every_profile(profile: str) -> list[Stage]:
@@ -351,13 +344,9 @@ def choose(
     for name in (*only, *skip):
         if name not in known:
             raise ValueError(f"no stage {name!r}; stages: {', '.join(known)}")
-    keep = [
-        s
-        for s in stages
-        if s.id == ENV_STAGE.id or ((not only or s.id in only) and s.id not in skip)
-    ]
+    wanted = lambda id: id == ENV_STAGE.id or ((not only or id in only) and id not in skip)
+    keep = [s for s in stages if wanted(s.id)]
     if len(keep) == len(stages):
         return keep, None
-    words = [f"--only {','.join(only)}"] if only else []
-    words += [f"--skip {','.join(skip)}"] if skip else []
-    return keep, " ".join(words)
+    given = (("--only", only), ("--skip", skip))
+    return keep, " ".join(f"{option} {','.join(ids)}" for option, ids in given if ids)

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ _PASSED_ON = frozenset(
 )
 
 
+_ALWAYS = dict(
+    PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", PYTHONHASHSEED="0", NO_COLOR="1", TERM="dumb"
+)
 # What else would end the supervisor, whoever sends it: it ends the run as SIGTERM does.
 _LIKE_SIGTERM = ("SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU")
 
@@ -123,22 +126,13 @@ def child_environment(environ: Mapping[str, str], stage: Stage, tag: str) -> dic
         and not SECRET_NAME.search(name)
     }
     env.pop("NSA_COMMIT", None)
-    env.update(
-        PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", PYTHONHASHSEED="0", NO_COLOR="1", TERM="dumb"
-    )
     if stage.side_by_side:  # before PyTorch is imported, see shards.py
         env.setdefault("OMP_NUM_THREADS", "1")
-    env.update(stage.env)
-    env[TAG] = tag
-    return env
+    return {**env, **_ALWAYS, **stage.env, TAG: tag}
 
 
 def expand(argv: tuple[str, ...], python: str, out: Path) -> list[str]:
     return [part.replace("{python}", python).replace("{out}", str(out)) for part in argv]
-
-
-def _tag(context: Context, stage: Stage, attempt: int) -> str:
-    return f"{context.run_id}:{stage.id}:{attempt}"
 
 
 def _start(context: Context, stage: Stage, tag: str, *, ahead: bool = False) -> Started:
@@ -146,8 +140,7 @@ def _start(context: Context, stage: Stage, tag: str, *, ahead: bool = False) -> 
     rows, rows_write = os.pipe()
     wait, go = os.pipe() if ahead else (None, None)
     env = child_environment(context.environ, stage, tag)
-    env["NSA_RESULT_FD"] = str(rows_write)
-    env["NSA_OUT_DIR"] = str(context.out)
+    env |= {"NSA_RESULT_FD": str(rows_write), "NSA_OUT_DIR": str(context.out)}
     argv = expand(stage.argv, context.python, context.out)
     given = [argv[0], "-m", AHEAD, str(wait), *argv[1:]] if ahead else argv
     passed = [fd for fd in (rows_write, wait) if fd is not None]
@@ -158,9 +151,8 @@ def _start(context: Context, stage: Stage, tag: str, *, ahead: bool = False) -> 
             preexec_fn=die_with_parent,
         )  # fmt: skip
     except OSError:
-        for fd in (rows, go):
-            if fd is not None:
-                os.close(fd)
+        for fd in (rows, go) if ahead else (rows,):
+            os.close(fd)
         raise
     finally:
         for fd in passed:
@@ -172,7 +164,8 @@ def start_ahead(context: Context, stages: Iterable[Stage]) -> None:
     """Let the processes of these stages import what they need, as many as there are cores."""
     for stage in [one for one in stages if one.ahead][: min(MOST_AHEAD, usable_cores() - 1)]:
         with suppress(OSError):
-            context.waiting[stage.id] = _start(context, stage, _tag(context, stage, 1), ahead=True)
+            tag = f"{context.run_id}:{stage.id}:1"
+            context.waiting[stage.id] = _start(context, stage, tag, ahead=True)
 
 
 def end_waiting(context: Context) -> None:
@@ -213,8 +206,7 @@ class _Channel:
         self.rows: list[dict[str, Any]] = []
         self.unreadable = 0
         self._context, self._stage = context, stage
-        self._buffer = b""
-        self._skipping = False
+        self._buffer, self._skipping = b"", False
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
@@ -236,14 +228,13 @@ class _Channel:
     def _line(self, line: bytes) -> None:
         try:
             row = self._context.redactor.value(parse_row(line))
+            if row["kind"] != "progress":
+                if len(self.rows) >= ROWS_CAP:
+                    raise RowError("one too many")
+                self.rows.append(row)
         except RowError:
             self.unreadable += 1
             return
-        if row["kind"] != "progress":
-            if len(self.rows) >= ROWS_CAP:
-                self.unreadable += 1
-                return
-            self.rows.append(row)
         self._context.on_row(self._stage.id, row)
 
 
@@ -255,7 +246,7 @@ class _Child:
         self.log = StageLog(context.out / stage.log_path, context.redactor, echo=context.echo)
         self.channel = _Channel(context, stage)
         self.abandoned = self.hurried = False
-        tag = _tag(context, stage, attempt)
+        tag = f"{context.run_id}:{stage.id}:{attempt}"
         try:
             started = _waited(context, stage) or _start(context, stage, tag)
         except OSError:
@@ -287,10 +278,8 @@ class _Child:
                 data = b""
             if not data:
                 self._selector.unregister(key.fd)
-            elif key.fd == self._rows_fd:
-                self.channel.feed(data)
             else:
-                self.log.feed(data)
+                (self.channel if key.fd == self._rows_fd else self.log).feed(data)
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + 1.0
@@ -299,8 +288,7 @@ class _Child:
             self._next_tick = now + 0.5
             elapsed = now - self.started
             self.context.on_tick(self.stage.id, elapsed, self.timeout_s, self.channel.rows)
-        open_fds = self._selector.get_map()
-        return self._rows_fd in open_fds or self._out_fd in open_fds
+        return not {self._rows_fd, self._out_fd}.isdisjoint(self._selector.get_map())
 
     def pump_until(self, deadline: float, *, stop_counts: bool = False) -> bool:
         """Listen until the child has ended (True) or `deadline` (False)."""
@@ -364,18 +352,12 @@ def not_run(stage: Stage, status: Status, reason: str, kind: str | None = None) 
 
 
 def run_stage(
-    context: Context,
-    stage: Stage,
-    *,
-    attempt: int = 1,
-    budget_left_s: float | None = None,
+    context: Context, stage: Stage, *, attempt: int = 1, budget_left_s: float | None = None,
     run_started: float | None = None,
-) -> StageResult:
+) -> StageResult:  # fmt: skip
     """Run `stage` to its end, whatever that is, and say how it ended."""
-    timeout_s = stage.timeout_s
-    by_budget = budget_left_s is not None and budget_left_s < timeout_s
-    if by_budget:
-        timeout_s = max(1.0, budget_left_s)
+    by_budget = budget_left_s is not None and budget_left_s < stage.timeout_s
+    timeout_s = max(1.0, budget_left_s) if by_budget else stage.timeout_s
     started, t0, oom_before = utc_now(), time.monotonic(), oom_kills()
     before = {name: _stamp(context.out / name) for name in stage.outputs}
     common: dict[str, Any] = {
@@ -417,23 +399,20 @@ def run_stage(
         judgement = Judgement(Status.TIMEOUT, "one test ran over its own limit")
     else:
         missing = tuple(o for o in stage.outputs if _stamp(context.out / o) in (None, before[o]))
-        judgement = judge(
-            stage, rc, rows, unreadable=child.channel.unreadable, missing_outputs=missing,
-            traceback=child.log.uncaught_error(),
-        )  # fmt: skip
+        said = dict(unreadable=child.channel.unreadable, traceback=child.log.uncaught_error())
+        judgement = judge(stage, rc, rows, missing_outputs=missing, **said)
         if judgement.status in (Status.CRASH, Status.FAIL) and judgement.kind in (None, "ASSERT"):
-            judgement = Judgement(judgement.status, judgement.reason, cause or judgement.kind)
+            judgement = replace(judgement, kind=cause or judgement.kind)
     reason = judgement.reason
     if child.abandoned:
         reason = f"{reason}; it could not be killed and was left behind"
     if left and judgement.status is not Status.PASS:
         reason = f"{reason}; {left} of its processes outlived it and were killed"
     metrics = {r["name"]: r.get("value") for r in rows if r["kind"] == "metric" and "name" in r}
+    common |= {name: metrics.get(name) for name in ("first_call_ms", "peak_vram_mib")}
     return result_of(
-        stage, Judgement(judgement.status, reason, judgement.kind),
-        rc=rc, signal=_signal_name(rc), wall_s=round(time.monotonic() - t0, 3),
-        counts=test_counts(rows), first_call_ms=metrics.get("first_call_ms"),
-        peak_vram_mib=metrics.get("peak_vram_mib"), **common,
+        stage, replace(judgement, reason=reason), rc=rc, signal=_signal_name(rc),
+        wall_s=round(time.monotonic() - t0, 3), counts=test_counts(rows), **common,
     )  # fmt: skip
 
 
