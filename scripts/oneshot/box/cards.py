@@ -73,7 +73,7 @@ def select(text: str, gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, s
         if not names:
             return known
     out: list[Card] = []
-    for name in (n.strip() for n in names.split(",")):
+    for name in map(str.strip, names.split(",")):
         match = [known[i] for i in box.gpus_named(name, gpus)]
         if len(match) != 1 or match[0] in out:
             what = f"all or numbers of nvidia-smi from 0 to {len(known) - 1}, each once"
@@ -152,16 +152,6 @@ def names(indices: Sequence[int]) -> str:
     return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
 
 
-def _health_of(data: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """Return the health row of one card; the run's own is the first card's."""
-    health = data["health"] or {}
-    others = health.get("gpus") if isinstance(health.get("gpus"), dict) else {}
-    # The stages that have no number in their name are the first card's.
-    first = next((s["gpus"][0] for s in data["stages"] if len(s.get("gpus") or ()) == 1), None)
-    row = others.get(str(index), health if index == first else None)
-    return row if isinstance(row, dict) else {}
-
-
 def section(data: Mapping[str, Any], parity: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return one row per card; none for a run on one card."""
     mine: dict[int, list[Mapping[str, Any]]] = {}
@@ -172,9 +162,12 @@ def section(data: Mapping[str, Any], parity: Sequence[Mapping[str, Any]]) -> lis
             mine.setdefault(indices[0], []).append(stage)
     if len(mine) < 2:
         return []
+    own, first = data["health"] or {}, next(iter(mine))  # the run's own health is the first card's
+    others = own.get("gpus") if isinstance(own.get("gpus"), dict) else {}
     out = []
     for index, stages in sorted(mine.items()):
-        health = _health_of(data, index)
+        row = others.get(str(index), own if index == first else None)
+        health = row if isinstance(row, dict) else {}
         ids = {s["id"] for s in stages}
         rows = [r for r in parity if r["stage"] in ids]
         bad = [f"{s['id']} {s['status']}: {s['reason']}" for s in stages if s["status"] != "PASS"]

@@ -50,8 +50,7 @@ class Git:
 
 def _changed_unseen(git: Git) -> list[str]:
     """Return changed sources that are marked assume-unchanged or skip-worktree."""
-    marks = (line[0] for line in git("ls-files", "-v").splitlines())
-    if not any(mark.islower() or mark == "S" for mark in marks):
+    if not re.search(r"(?m)^[a-zS]", git("ls-files", "-v")):
         return []
     with tempfile.TemporaryDirectory() as folder:  # an index without marks
         index = {"GIT_INDEX_FILE": os.path.join(folder, "index")}
@@ -124,10 +123,8 @@ def git_facts(
         if head and not agrees:
             facts.update(head=head, branch=None, dirty=None)
             facts["source"] += f", git has {head[:10]}"
-    elif not facts["commit"]:
-        read = _head_without_git(root)
-        if read:
-            facts.update(commit=read, short=read[:7], source=".git read without git")
+    elif not facts["commit"] and (read := _head_without_git(root)):
+        facts.update(commit=read, short=read[:7], source=".git read without git")
     if facts["dirty"] is None or "problem" in facts:
         facts["source_sha256"] = source_hash(root, out)
     if not facts["short"]:
@@ -155,8 +152,7 @@ def _is_output(path: Path, out: Path | None) -> bool:
 
 def plain_remote(url: str) -> str:
     """Return host and path of a remote, nothing else."""
-    url = re.sub(r"^[a-z][a-z0-9+.-]*://", "", url)
-    url = re.sub(r"^[^/@]*@", "", url)
+    url = re.sub(r"^([a-z][a-z0-9+.-]*://)?([^/@]*@)?", "", url)
     url = re.sub(r"^([^/:]+):(?:\d+/)?", r"\1/", url)
     return re.sub(r"[?#].*$", "", url).removesuffix(".git")
 
@@ -175,9 +171,8 @@ def _head_without_git(root: Path) -> str | None:
             folder = folder / (folder / "commondir").read_text().strip()
         with suppress(OSError):
             return (folder / ref).read_text().strip()
-        for line in (folder / "packed-refs").read_text().splitlines():
-            if line.endswith(" " + ref):
-                return line.split()[0]
+        packed = (folder / "packed-refs").read_text()
+        return next((x.split()[0] for x in packed.splitlines() if x.endswith(" " + ref)), None)
     return None
 
 

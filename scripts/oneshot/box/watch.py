@@ -82,23 +82,18 @@ class Watch:
             self._note(f"NVLink errors are not known ({error})", "info")
             return {}
 
-    def _compare_links(self) -> None:
-        """Say whether links counted errors since the run began."""
-        before, after = self._links, self._read_links() if self._links else {}
-        more = {link: n - before.get(link, n) for link, n in after.items()}
-        grown = [f"{link} +{n}" for link, n in more.items() if n > 0]
-        if grown:
-            self._note(f"NVLink counted errors during the run: {', '.join(grown)}")
-        elif after:
-            self._note(f"NVLink: none of {len(after)} error counters grew", "info")
-
     def stop(self) -> None:
         if self.telemetry:
             self.telemetry.stop()
         for _, listener in self._listeners:
             listener.stop()
         self.hear(None)
-        self._compare_links()
+        before, after = self._links, self._read_links() if self._links else {}
+        more = {link: n - before.get(link, n) for link, n in after.items()}
+        if grown := [f"{link} +{n}" for link, n in more.items() if n > 0]:
+            self._note(f"NVLink counted errors during the run: {', '.join(grown)}")
+        elif after:
+            self._note(f"NVLink: none of {len(after)} error counters grew", "info")
 
     def why_not(self, stage: Stage) -> tuple[Status, str, str | None] | None:
         """Return why `stage` cannot have its card as (status, reason, kind), or None."""

@@ -20,16 +20,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from scripts.oneshot.compare.comparison import (
-    EXIT_NOT_COMPARABLE,
-    EXIT_SAME,
-    EXIT_USAGE,
-    VERDICTS,
-    Cell,
-    Comparison,
-    aligned,
-    compare,
-)
+from scripts.oneshot.compare import comparison
+from scripts.oneshot.compare.comparison import Cell, Comparison, aligned, compare
 from scripts.oneshot.compare.verify import verified
 from scripts.oneshot.record.capture import plain
 from scripts.oneshot.record.markdown import cell, code, us_ci
@@ -59,7 +51,7 @@ def _change(c: Cell) -> str:
 
 def summary(result: Comparison) -> str:
     counts = result.counts()
-    parts = [f"{counts[v]} {v.lower().replace('_', ' ')}" for v in VERDICTS]
+    parts = [f"{counts[v]} {v.lower().replace('_', ' ')}" for v in comparison.VERDICTS]
     return ", ".join([*parts, f"{len(result.regressions)} parity or status regressions"])
 
 
@@ -69,9 +61,9 @@ def _first(lines: list[str]) -> list[str]:
     return [*lines[:MAX_LISTED], f"and {more} more"] if more > 0 else lines
 
 
-def as_text(result: Comparison, code_: int, explain: bool = False) -> str:
-    out = [f"A  {result.a}", f"B  {result.b}"]
+def as_text(result: Comparison, code_: int, explain: bool) -> str:
     changes = result.environment
+    out = [f"A  {result.a}", f"B  {result.b}"]
     out.append("environment  " + ("same" if not changes else f"{len(changes)} differences"))
     out += [f"  {line}" for line in _first(changes)]
     out += [f"note         {line}" for line in result.notes]
@@ -94,12 +86,11 @@ def as_text(result: Comparison, code_: int, explain: bool = False) -> str:
     return "\n".join(out)
 
 
-def as_markdown(result: Comparison, code_: int, explain: bool = False) -> str:
-    out = [f"**{summary(result)}** (exit {code_})", "", f"- A: {cell(result.a)}",
-           f"- B: {cell(result.b)}"]  # fmt: skip
-    out += [f"- {cell(line)}" for line in result.notes]
+def as_markdown(result: Comparison, code_: int, explain: bool) -> str:
+    said = [f"A: {result.a}", f"B: {result.b}", *result.notes]
     if result.incomparable:
-        out.append(f"- times are NOT_COMPARABLE: {cell('; '.join(result.incomparable))}")
+        said.append(f"times are NOT_COMPARABLE: {'; '.join(result.incomparable)}")
+    out = [f"**{summary(result)}** (exit {code_})", "", *(f"- {cell(line)}" for line in said)]
     for title, lines in (
         ("Environment", result.environment), ("Status", result.status),
         ("Regressions", result.regressions), ("Repaired", result.repaired),
@@ -154,11 +145,11 @@ def main(argv: list[str]) -> int:
     except (BundleError, KeyError, TypeError, AttributeError) as error:
         text = str(error) if isinstance(error, BundleError) else f"broken bundle: {error!r}"
         print(plain(text)[:500], file=sys.stderr)
-        return EXIT_USAGE
+        return comparison.EXIT_USAGE
     result.notes[:0] = doubts
     status = result.exit_code(args.fail_on or ["slower", "parity"])
-    if doubts and status == EXIT_SAME:
-        status = EXIT_NOT_COMPARABLE
+    if doubts and status == comparison.EXIT_SAME:
+        status = comparison.EXIT_NOT_COMPARABLE
     if args.json:
         data = {**asdict(result), "counts": dict(result.counts()), "exit_code": status}
         print(json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1))

@@ -10,7 +10,7 @@ from typing import Any
 from scripts.oneshot.record.capture import plain
 from scripts.oneshot.record.markdown import is_interval
 from scripts.oneshot.record.reading import held_to_rules
-from scripts.oneshot.record.rows import NUMBERED, is_number
+from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
 from scripts.oneshot.report.evidence import ASSUMED_FLOOR, noise_floor
 
 EXIT_SAME, EXIT_WORSE, EXIT_USAGE, EXIT_NOT_COMPARABLE = 0, 1, 2, 5
@@ -89,16 +89,14 @@ class Comparison:
 
     def exit_code(self, fail_on: Sequence[str]) -> int:
         counts = self.counts()
-        worse = ("parity" in fail_on and self.regressions) or any(
-            name in fail_on and counts[name.upper()] for name in ("slower", "ambiguous")
-        )
-        if worse:
+        worse = {"parity": self.regressions, "slower": counts["SLOWER"]}
+        worse["ambiguous"] = counts["AMBIGUOUS"]
+        if any(worse[name] for name in fail_on):
             return EXIT_WORSE
         judged = any(counts[v] for v in ("FASTER", "SLOWER", "SAME", "AMBIGUOUS"))
         lost = any(c.verdict == "GONE" and not c.not_asked for c in self.cells)
-        if self.incomparable or lost or (self.cells and not judged):
-            return EXIT_NOT_COMPARABLE
-        return EXIT_SAME
+        unknown = self.incomparable or lost or (self.cells and not judged)
+        return EXIT_NOT_COMPARABLE if unknown else EXIT_SAME
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -128,24 +126,24 @@ def judge_case(
              if r["status"] == "UNSTABLE"]  # fmt: skip
     if shaky:
         return "AMBIGUOUS", "; ".join(shaky), change, interval
-    faster = change < 0
+    faster, verdict = change < 0, "AMBIGUOUS"
     # Each end counts against us: the floor covers what moves a whole box, the intervals the rest.
     apart = -interval[1] if faster else interval[0]
-    if apart > floor:
-        doubt = _doubts(a, b, faster, floor)
-        if doubt:
-            return "AMBIGUOUS", doubt, change, interval
-        gap = f"intervals {100 * apart:.1f} % apart, over the floor of {100 * floor:.1f} %"
-        return ("FASTER" if faster else "SLOWER"), gap, change, interval
     widths = [(hi - lo) / 2 / m for lo, hi, m in ((a_lo, a_hi, a_med), (b_lo, b_hi, b_med))]
-    if abs(change) <= floor:
-        if max(widths) <= floor:
-            return "SAME", "inside the floor", change, interval
+    if apart > floor:
+        why = _doubts(a, b, faster, floor)
+        if why is None:
+            verdict = "FASTER" if faster else "SLOWER"
+            why = f"intervals {100 * apart:.1f} % apart, over the floor of {100 * floor:.1f} %"
+    elif abs(change) > floor:
+        near = "over the floor, but the intervals are too near"
+        why = "intervals overlap" if apart <= 0 else near
+    elif max(widths) <= floor:
+        verdict, why = "SAME", "inside the floor"
+    else:
         wide = "A" if widths[0] > widths[1] else "B"
-        text = f"inside the floor, but the interval of {wide} is wider ({100 * max(widths):.1f} %)"
-        return "AMBIGUOUS", text, change, interval
-    why = "intervals overlap" if apart <= 0 else "over the floor, but the intervals are too near"
-    return "AMBIGUOUS", why, change, interval
+        why = f"inside the floor, but the interval of {wide} is wider ({100 * max(widths):.1f} %)"
+    return verdict, why, change, interval
 
 
 def _doubts(a: Mapping[str, Any], b: Mapping[str, Any], faster: bool, floor: float) -> str | None:
@@ -171,13 +169,8 @@ def _doubts(a: Mapping[str, Any], b: Mapping[str, Any], faster: bool, floor: flo
 
 def _keyed(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple, dict[str, Any]]:
     """Rows by the values of `names` and their number among the rows that share these values."""
-    seen: Counter[tuple] = Counter()
-    out = {}
-    for row in rows:
-        key = tuple(str(row.get(name)) for name in names)
-        out[(*key, seen[key])] = dict(row)
-        seen[key] += 1
-    return out
+    groups = grouped(rows, lambda row: tuple(str(row.get(name)) for name in names))
+    return {(*key, i): row for key, mine in groups.items() for i, row in enumerate(mine)}
 
 
 def _beside(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
@@ -256,16 +249,12 @@ def _facts(data: Mapping[str, Any]) -> dict[str, Any]:
     """The environment of a run as flat facts."""
     out = {f"device {k}": v for k, v in data["device"].items()}
     for section in SECTIONS:
-        for key, value in data["env"].get(section, {}).items():
-            name = key if section == "variables" else f"{section} {key}"
-            if not isinstance(value, (dict, list)):
-                out[name] = value
-    for key in ("profile", "scope", "partial"):
-        out[key] = data.get(key)
-    return {
-        k: v for k, v in out.items()
-        if k.split(" ")[-1] not in VOLATILE and not k.endswith("_free_mib")
-    }  # fmt: skip
+        before = "" if section == "variables" else f"{section} "
+        facts = data["env"].get(section, {}).items()
+        out |= {before + k: v for k, v in facts if not isinstance(v, (dict, list))}
+    out |= {key: data.get(key) for key in ("profile", "scope", "partial")}
+    told = lambda name: name.split(" ")[-1] not in VOLATILE and not name.endswith("_free_mib")
+    return {k: v for k, v in out.items() if told(k)}
 
 
 def environment_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -297,12 +286,6 @@ def box_of(data: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def why_not_comparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Facts that make times of two bundles two different questions."""
-    x, y = box_of(a), box_of(b)
-    return [plain(text) for text in _moved(x, y, *dict.fromkeys([*x, *y]))]
-
-
 def _proofs(a: Side, b: Side) -> tuple[list[str], list[str]]:
     """(what was right in A and is not in B, what was wrong in A and is right in B)."""
     worse, better = [], []
@@ -332,11 +315,10 @@ def _proofs(a: Side, b: Side) -> tuple[list[str], list[str]]:
             elif now == good and was not in ("absent", "skipped"):
                 better.append(text)
     for (kind, stage, was, now), names in lost.items():
+        said = [f"{kind} {was} -> {now} {len(names)} times in {stage}, first {names[0]}"]
         if len(names) <= 3:
-            worse += [plain(f"{kind} {name} {was} -> {now}") for name in names]
-        else:
-            said = f"{kind} {was} -> {now} {len(names)} times in {stage}, first {names[0]}"
-            worse.append(plain(said))
+            said = [f"{kind} {name} {was} -> {now}" for name in names]
+        worse += map(plain, said)
     for _, x, y in _beside(_keyed(a.bench, BENCH_KEY), _keyed(b.bench, BENCH_KEY)):
         if x and y and x["status"] in NUMBERED and y["status"] in ("INVALID", "FAILED"):
             why = "; ".join(y["why"])
@@ -351,7 +333,8 @@ def compare(
     a, b = Side.of(a_data), Side.of(b_data)
     floors = [f for f in (a.floor, b.floor) if f is not None]
     floor = max([ASSUMED_FLOOR, *floors])
-    incomparable = why_not_comparable(a_data, b_data)
+    x, y = box_of(a_data), box_of(b_data)  # unlike ones make their times two different questions
+    incomparable = [plain(text) for text in _moved(x, y, *dict.fromkeys([*x, *y]))]
     notes = []
     if len(floors) < 2:
         notes.append("a noise floor was not measured; at least 1 % is assumed")

@@ -68,9 +68,9 @@ def main(argv: list[str]) -> int:
         for path in [one for given in args.bundles for one in bundles_at(given)]:
             try:
                 data, problems = verified(path)
+            except NoBundle:
+                raise
             except BundleError as error:
-                if isinstance(error, NoBundle):
-                    raise
                 data, problems = {}, [str(error)]
             if problems:
                 left_out.append(f"left out: {path} does not verify: {problems[0]}")

@@ -22,8 +22,7 @@ SUMS = "SHA256SUMS"
 
 def previous_runs(folder: Path) -> list[Path]:
     """Earlier runs of the same commit, oldest first."""
-    prev = folder / "prev"
-    return sorted((p for p in prev.glob("*") if p.is_dir()), key=lambda p: p.name)
+    return sorted(p for p in (folder / "prev").glob("*") if p.is_dir())
 
 
 def free_name(path: Path) -> Path:
@@ -75,11 +74,8 @@ def inventory(folder: Path) -> list[dict[str, Any]]:
 
 def write_sums(folder: Path) -> None:
     """SHA256SUMS, which `sha256sum -c SHA256SUMS` checks inside the folder."""
-    lines = [
-        f"{sha256(p)}  {p.relative_to(folder).as_posix()}\n"
-        for p in members(folder)
-        if p.name != SUMS
-    ]
+    files = [p for p in members(folder) if p.name != SUMS]
+    lines = (f"{sha256(p)}  {p.relative_to(folder).as_posix()}\n" for p in files)
     write_atomic(folder / SUMS, "".join(lines))
 
 
@@ -89,11 +85,9 @@ def renew_sums(folder: Path, names: Iterable[str]) -> None:
     path = folder / SUMS
     if not path.is_file():
         return
-    lines = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        digest, _, name = line.partition("  ")
-        lines[name] = digest
-    lines.update({name: sha256(folder / name) for name in names})
+    listed = [line.partition("  ") for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = {name: digest for digest, _, name in listed}
+    lines |= {name: sha256(folder / name) for name in names}
     write_atomic(path, "".join(f"{lines[name]}  {name}\n" for name in sorted(lines)))
 
 

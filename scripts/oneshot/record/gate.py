@@ -27,9 +27,10 @@ def gate(folder: Path, redactor: Redactor) -> dict[str, Any]:
     """
     findings: list[dict[str, Any]] = []
     removed: list[str] = []
-    found = lambda rule, file, line, count=1: findings.append(
-        {"rule": rule, "file": file, "line": line, "count": count}
-    )
+
+    def found(rule: str, file: str, line: int | None, count: int = 1) -> None:
+        findings.append({"rule": rule, "file": file, "line": line, "count": count})
+
     for path in sorted(_unsealed(folder), key=lambda p: -len(p.parts)):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):  # a pipe, a device
             path.unlink()

@@ -74,15 +74,9 @@ def short_report(data: Mapping[str, Any]) -> str:
     def cell(value: Any) -> str:
         return " ".join(str("" if value is None else value).split()).replace("|", "\\|")[:300]
 
-    out = []
-    if data["scope"] == "cpu":
-        out += ["This report speaks of no GPU: it ran on the CPU only.", ""]
-    out += [
-        f"**{cell(data['verdict']['one_line'])}**",
-        "",
-        "| stage | result | seconds | why |",
-        "|---|---|---|---|",
-    ]
+    cpu = ["This report speaks of no GPU: it ran on the CPU only.", ""]
+    out = [*(cpu if data["scope"] == "cpu" else ()), f"**{cell(data['verdict']['one_line'])}**"]
+    out += ["", "| stage | result | seconds | why |", "|---|---|---|---|"]
     for s in data["stages"]:
         out.append(f"| {s['id']} | {s['status']} | {s['wall_s']:.1f} | {cell(s['reason'])} |")
     blocks = [c for c in data["doctor"] if c["level"] != "OK"]

@@ -19,7 +19,7 @@ import re
 import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -112,15 +112,14 @@ def _own_words() -> tuple[str, frozenset[str]]:
     """
     root = Path(__file__).resolve().parents[3]
     words: set[str] = set()
-    for folder, pattern in _OWN_TEXTS:
-        for path in (root / folder).glob(pattern):
-            with suppress(OSError):
-                text = path.read_text(encoding="utf-8")
-                if path.suffix == ".py":
-                    text = re.sub(r"^\s*#.*", "", text, flags=re.M)
-                    # A raw text is no docstring: it is a table, as in shapes.py.
-                    text = re.sub(r'(r""".*?""")|""".*?"""|#[^\n]*', r"\1", text, flags=re.S)
-                words.update(re.findall(r"[A-Za-z_][\w./-]*", text))
+    for path in (path for folder, pattern in _OWN_TEXTS for path in (root / folder).glob(pattern)):
+        with suppress(OSError):
+            text = path.read_text(encoding="utf-8")
+            if path.suffix == ".py":
+                text = re.sub(r"^\s*#.*", "", text, flags=re.M)
+                # A raw text is no docstring: it is a table, as in shapes.py.
+                text = re.sub(r'(r""".*?""")|""".*?"""|#[^\n]*', r"\1", text, flags=re.S)
+            words.update(re.findall(r"[A-Za-z_][\w./-]*", text))
     names = {n for word in words for cut in (r"\W+", r"[\W_]+") for n in re.split(cut, word)}
     return "\n".join(sorted(words)).lower(), frozenset(name.lower() for name in names)
 
@@ -169,17 +168,10 @@ class Redactor:
     """
 
     def __init__(
-        self,
-        environ: Mapping[str, str] | None = None,
-        *,
-        root: Path | None = None,
-        keep: tuple[str, ...] = (),
-        hostnames: tuple[str, ...] | None = None,
-        user: str | None = None,
-        home: str | None = None,
-        literals: bool = True,
-    ) -> None:
-        environ = os.environ if environ is None else environ
+        self, environ: Mapping[str, str] | None = None, *, root: Path | None = None,
+        keep: tuple[str, ...] = (), hostnames: tuple[str, ...] | None = None,
+        user: str | None = None, home: str | None = None, literals: bool = True,
+    ) -> None:  # fmt: skip
         self.keep = frozenset(keep)
         self.counts: Counter[str] = Counter()
         self._numbers: dict[tuple[str, str], str] = {}
@@ -189,6 +181,9 @@ class Redactor:
         # (length, rule, pattern, replacement) of every other text
         self._patterns: list[tuple[int, str, re.Pattern[str], str]] = []
         self._harmless: set[str] = set()
+        if not literals:
+            return
+        environ = os.environ if environ is None else environ
         for name, value in environ.items():
             if SECRET_NAME.search(name) and name not in _NOT_SECRET:
                 for piece in {value, *re.split(r"[:@\s]", value)}:
@@ -202,10 +197,9 @@ class Redactor:
                     if len(piece) >= 4 and piece.lower() not in _COMMON:
                         self._add("host", piece, "<host>")
         if "ip" not in self.keep:
-            for variable in _ADDRESS_VARIABLES:
-                for piece in environ.get(variable, "").split():
-                    if len(piece) >= 7:
-                        self._add("ip", piece, self._placeholder("ip", piece))
+            for piece in " ".join(environ.get(v, "") for v in _ADDRESS_VARIABLES).split():
+                if len(piece) >= 7:
+                    self._add("ip", piece, self._placeholder("ip", piece))
         home = home or os.path.expanduser("~")
         paths = [(prefix, "<venv>") for prefix in _site_prefixes()]
         if root is not None:
@@ -221,9 +215,6 @@ class Redactor:
         for name in {user or "", *names}:
             if len(name) >= 3 and name.lower() not in _COMMON:
                 self._add("user", name, "<user>")
-        if not literals:
-            self._secrets.clear()
-            self._patterns.clear()
         self._patterns.sort(key=lambda one: -one[0])  # a long text may hold a short one
 
     def _add(self, rule: str, text: str, placeholder: str, variable: str = "") -> None:
@@ -260,9 +251,8 @@ class Redactor:
         if text in self._harmless:
             return text
         clean = self._text(text)
-        if clean == text and len(text) <= HARMLESS_LENGTH:
-            if len(self._harmless) < HARMLESS_NUMBER:
-                self._harmless.add(text)  # records say the same words again and again
+        if clean == text and len(text) <= HARMLESS_LENGTH and len(self._harmless) < HARMLESS_NUMBER:
+            self._harmless.add(text)  # records say the same words again and again
         return clean
 
     def _text(self, text: str) -> str:
@@ -270,6 +260,8 @@ class Redactor:
             text = self._sub("url", _URL_USERINFO, r"\1", text)
             text = self._sub("url", _URL_QUERY, r"\1", text)
         text = self._known_secrets(text)
+        if breaks := [match.span() for match in _BREAK.finditer(text)]:
+            text = self._known_secrets(text, breaks)
         for _, rule, pattern, replacement in self._patterns:
             text = self._sub(rule, pattern, replacement, text)
         if "@" in text:
@@ -281,16 +273,12 @@ class Redactor:
             if needed and shape.rule not in self.keep and (spans := sorted(shape.find(text))):
                 text = self._replace(text, shape, spans)
                 folded = text.translate(LOWER)
-        return self._sub("process", _SMI_PROCESS, self._smi_process, text)
+        process = lambda m: f"{m[1]}<pid>{m[2]}{'<process>'.ljust(len(m[3]))}{m[4]}"
+        return self._sub("process", _SMI_PROCESS, process, text)
 
-    def _known_secrets(self, text: str) -> str:
-        """Replace the values of secret variables: in any case, encoded, and broken over lines."""
-        text = self._without_breaks(text, [])
-        breaks = [match.span() for match in _BREAK.finditer(text)]
-        return self._without_breaks(text, breaks) if breaks else text
-
-    def _without_breaks(self, text: str, breaks: list[Span]) -> str:
-        """The same, in `text` as if its `breaks` were not there."""
+    def _known_secrets(self, text: str, breaks: Sequence[Span] = ()) -> str:
+        """Replace the values of secret variables, in any case and encoded, in `text` as if its
+        `breaks` were not there."""
         # (index among the characters that are left, index in `text`) of what stands after a break.
         starts, parts, at = [(0, 0)], [], 0
         for begin, end in breaks:
@@ -316,14 +304,13 @@ class Redactor:
     def _replace(self, text: str, shape: Shape, spans: list[Span]) -> str:
         parts, at = [], 0
         for begin, end in spans:
-            if begin < at:
-                continue
-            self.counts[shape.rule] += 1
-            placeholder = shape.placeholder
-            if placeholder.isalpha():
-                placeholder = self._placeholder(placeholder, text[begin:end])
-            parts += [text[at:begin], placeholder]
-            at = end
+            if begin >= at:
+                self.counts[shape.rule] += 1
+                placeholder = shape.placeholder
+                if placeholder.isalpha():
+                    placeholder = self._placeholder(placeholder, text[begin:end])
+                parts += [text[at:begin], placeholder]
+                at = end
         return "".join([*parts, text[at:]])
 
     def _sub(self, rule: str, pattern: re.Pattern[str], to: Any, text: str) -> str:
@@ -331,11 +318,6 @@ class Redactor:
         if n:
             self.counts[rule] += n
         return text
-
-    @staticmethod
-    def _smi_process(match: re.Match[str]) -> str:
-        before, kind, name, after = match.groups()
-        return f"{before}<pid>{kind}{'<process>'.ljust(len(name))}{after}"
 
     def value(self, value: Any) -> Any:
         """A JSON value with every string in it redacted, keys too."""

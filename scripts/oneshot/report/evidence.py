@@ -75,15 +75,10 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
         path += f" (limit {num(limit)})" if is_number(limit) else ""
     peak = [pct(row["peak_frac"])] if is_number(row.get("peak_frac")) else []
     peak += [cell(row["bound"], 20)] if peak and row.get("bound") else []
-    view.update(
-        time=us_ci(row["median_us"], row.get("ci95_us")),
-        speedup=speedup_text(row, floor)[1],
-        baseline=" ".join(base),
-        path=path,
-        ceiling=" ".join(peak),
-        notes=cell("; ".join(notes), text) if notes else "",
-    )
-    return view
+    time, ratio = us_ci(row["median_us"], row.get("ci95_us")), speedup_text(row, floor)[1]
+    told = cell("; ".join(notes), text) if notes else ""
+    view.update(time=time, speedup=ratio, baseline=" ".join(base), path=path)
+    return {**view, "ceiling": " ".join(peak), "notes": told}
 
 
 def _notes(row: Mapping[str, Any]) -> Iterator[str]:
@@ -177,11 +172,12 @@ def headline(view: View) -> list[Mapping[str, Any]]:
     rows = [r for r in view.rows["bench"] if real(r) and beside(r)]
     prefill = [r for r in rows if r.get("bench") == "prefill" and r.get("op") in ("full", None)]
     prefill.sort(key=lambda r: (r.get("direction") != "fwd", r["S"]))
+    size = lambda r: (sequences(r), r["S"])
     steps: dict[tuple, Mapping[str, Any]] = {}
     for name in ("decode_graph", "decode"):
         for r in (r for r in rows if r.get("bench") == name):
-            steps.setdefault((sequences(r), r["S"], problem(r)), r)
-    return [*prefill, *sorted(steps.values(), key=lambda r: (sequences(r), r["S"]))]
+            steps.setdefault((size(r), problem(r)), r)
+    return [*prefill, *sorted(steps.values(), key=size)]
 
 
 def sequences(row: Mapping[str, Any]) -> float:
