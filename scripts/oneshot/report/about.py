@@ -131,11 +131,9 @@ def flags_of(folder: Path) -> dict[str, tuple[Any, Any]]:
 def _flags(view: View) -> list[tuple[str, str, str]]:
     """Effective flags with their source: of routing.json, else the variables that were set and a
     line that says so; then what single stages were given."""
-    known = flags_of(view.folder)
+    known, given = flags_of(view.folder), view.data["env"].get("variables", {})
     found = [(code(name), code(value), cell(source)) for name, (value, source) in known.items()]
-    for name, value in view.data["env"].get("variables", {}).items():
-        if name not in known:
-            found.append((code(name), code(value), "environment"))
+    found += [(code(n), code(value), "environment") for n, value in given.items() if n not in known]
     if not known:
         why = "`routing.json`, which lists them, is not there"
         found.append(("every other flag", "not recorded", why))
@@ -147,25 +145,22 @@ def _flags(view: View) -> list[tuple[str, str, str]]:
 
 def _calls(folder: Path) -> list[tuple[str, str, str]]:
     """(call, its kernels, faster kernels with the reason against each) of routing.json."""
-    kernels = lambda call: ", ".join(code(k, 80) for k in call["kernels"][:60]) or "none of ours"
-    over = lambda call: "; ".join(
-        f"{code(k, 80)}: {cell(why, 200)}" for k, why in list(call["passed_over"].items())[:20]
-    )
-    calls = _routing(folder, "calls", {"call": object, "kernels": list, "passed_over": dict})
-    return [(cell(call["call"], 60), kernels(call), over(call)) for call in calls]
+    out = []
+    for call in _routing(folder, "calls", {"call": object, "kernels": list, "passed_over": dict}):
+        over = list(call["passed_over"].items())[:20]
+        kernels = ", ".join(code(k, 80) for k in call["kernels"][:60]) or "none of ours"
+        passed = "; ".join(f"{code(k, 80)}: {cell(why, 200)}" for k, why in over)
+        out.append((cell(call["call"], 60), kernels, passed))
+    return out
 
 
 CGROUP = ("cgroup_cpu", "cgroup_memory")
 
 
-def _unlimited(value: Any) -> bool:
-    """Do these words of a cgroup stand for no limit? Version 1 has -1, or the largest page."""
-    first = str(value).split(" ")[0]
-    return first in ("max", "-1") or (first.isdecimal() and len(first) < 25 and int(first) >= 2**60)
-
-
 def _fact(name: str, value: Any) -> str:
-    if name in CGROUP and _unlimited(value):
+    first = str(value).split(" ")[0]  # version 1 of a cgroup has -1, or the largest page
+    huge = first.isdecimal() and len(first) < 25 and int(first) >= 2**60
+    if name in CGROUP and (first in ("max", "-1") or huge):
         return "no limit"
     return cell(json.dumps(value)) if isinstance(value, (dict, list)) else num(value)
 
@@ -186,11 +181,8 @@ def probed(env: Mapping[str, Any]) -> list[Fold]:
 
 
 def environment(view: View) -> Section:
-    doctor = [
-        (cell(c.get("name"), 60), cell(c.get("level"), 20), cell(c.get("text")))
-        for c in view.data["doctor"]
-    ]
-    calls = _calls(view.folder)
+    told = lambda c: (cell(c.get("name"), 60), cell(c.get("level"), 20), cell(c.get("text")))
+    doctor, calls = list(map(told, view.data["doctor"])), _calls(view.folder)
     heads = "call|kernels, in order|faster ones passed over"
     blocks = [
         doctor and Fold("What the doctor said", [Table("doctor|level|what", doctor)]),
@@ -205,15 +197,10 @@ def this_run(view: View) -> Section:
     data = view.data
     git, device = data["git"], data["device"]
     python, system = (data["env"].get(name, {}) for name in ("python", "system"))
-    gpu = [
-        device.get("name"),
-        f"sm {device.get('sm')}",
-        f"{num(device.get('mem_mib'))} MiB",
-        f"driver {device.get('driver')}",
-        device.get("pcie"),
-        f"ECC {device.get('ecc')}",
-    ]
-    card = ", ".join(str(g) for g in gpu if g) if gpu[0] else f"none: {device.get('reason')}"
+    name, memory = device.get("name"), f"{num(device.get('mem_mib'))} MiB"
+    gpu = [name, f"sm {device.get('sm')}", memory, f"driver {device.get('driver')}"]
+    gpu += [device.get("pcie"), f"ECC {device.get('ecc')}"]
+    card = ", ".join(str(g) for g in gpu if g) if name else f"none: {device.get('reason')}"
     versions = [f"{k} {python[k]}" for k in ("torch", "cuda", "triton") if python.get(k)]
     if flash := (python.get("flash_attn") or data["env"].get("packages", {}).get("flash-attn")):
         versions.append(f"flash-attn {flash}")
@@ -245,9 +232,9 @@ def files(view: View) -> Section:
     rows = []
     for path in bundles.members(view.folder):
         name = path.relative_to(view.folder).as_posix()
+        size = "-" if name in STILL_CHANGING else markdown.size(path.stat().st_size)
         if name not in MADE_HERE and not name.startswith("plots/"):
-            fixed = name not in STILL_CHANGING
-            rows.append((code(name), markdown.size(path.stat().st_size) if fixed else "-"))
+            rows.append((code(name), size))
     table = rows and Table("file|size", rows)
     return Section("Files of the bundle", [table], fold=True, issue=False)
 

@@ -54,33 +54,25 @@ def _machine(data: Mapping[str, Any]) -> str:
     return text.replace("--", "-\\u002d")
 
 
-Plots = Sequence[tuple[str, str]]
+Plots, Words = Sequence[tuple[str, str]], Sequence[str]
 
 
 def document(
-    data: Mapping[str, Any],
-    folder: Path,
-    shape: Shape,
-    plots: Plots = (),
-    extra: Sequence[str] = (),
+    data: Mapping[str, Any], folder: Path, shape: Shape, plots: Plots = (), extra: Words = ()
 ) -> dict[str, Any]:
     """Everything the templates show, already safe as Markdown."""
-    rows, extra = {}, list(extra)
+    rows, extra, verdict = {}, list(extra), data["verdict"]
     for kind, key in (("test", "tests"), ("parity", "parity"), ("bench", "bench")):
         rows[kind], broken = held_to_rules(data[key], kind)
         if broken:
             extra.append(f"{broken} {kind} rows are broken and left out")
     view = View(data, rows, noise_floor(data["health"]), folder, shape, plots, extra)
     return {
-        "cpu": data["scope"] == "cpu",
-        "status": data["verdict"]["status"],
-        "one_line": cell(data["verdict"]["one_line"], 1000),
-        "answers": first.answers(view),
-        "remarks": first.remark_blocks(view),
-        "sections": sections.sections(view),
-        "last": about.last_words(view),
-        "machine": _machine(data),
-    }
+        "cpu": data["scope"] == "cpu", "status": verdict["status"],
+        "one_line": cell(verdict["one_line"], 1000), "answers": first.answers(view),
+        "remarks": first.remark_blocks(view), "sections": sections.sections(view),
+        "last": about.last_words(view), "machine": _machine(data),
+    }  # fmt: skip
 
 
 @functools.cache
@@ -103,9 +95,7 @@ def render_text(*args: Any, **kwargs: Any) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
 
 
-def render_page(
-    data: Mapping[str, Any], folder: Path, plots: Plots = (), extra: Sequence[str] = ()
-) -> str:
+def render_page(data: Mapping[str, Any], folder: Path, plots: Plots = (), extra: Words = ()) -> str:
     """The same report as one HTML page that needs no other file and no network."""
     from markupsafe import Markup
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +65,14 @@ the stage `decode_serving`, or by `bench/bench_decode.py --preset serving`.
 def _legend(view: View) -> Fold:
     """How the tables of times are read."""
     bench = view.rows["bench"]
-    told = lambda *names: dict.fromkeys(
-        ", ".join(str(r[n]) for n in names) for r in bench if all(r.get(n) for n in names)
-    )
-    clocks, precisions = told("cache", "timer"), told("precision")
-    measured = view.floor is not None
-    lines = paragraphs(
-        LEGEND,
-        floor=f"{pct(view.floor, 1)} (same code against itself)" if measured else "not measured",
-        ceiling=evidence.ceiling_words(view.data["scope"], view.data["health"]),
-    )
-    lines += [f"Cache and clock: {cell('; '.join(clocks))}."] if clocks else []
+    timers = [(r["cache"], r["timer"]) for r in bench if r.get("cache") and r.get("timer")]
+    clocks = "; ".join(dict.fromkeys(f"{cache}, {timer}" for cache, timer in timers))
+    measured = f"{pct(view.floor, 1)} (same code against itself)"
+    ceiling = evidence.ceiling_words(view.data["scope"], view.data["health"])
+    floor = "not measured" if view.floor is None else measured
+    lines = paragraphs(LEGEND, floor=floor, ceiling=ceiling)
+    lines += [f"Cache and clock: {cell(clocks)}."] if clocks else []
+    precisions = dict.fromkeys(str(r["precision"]) for r in bench if r.get("precision"))
     lines += [f"Precision: {cell(text)}." for text in precisions]
     return Fold("How to read the tables of times", [lines])
 
@@ -132,13 +130,11 @@ def losses(folder: Path) -> list[tuple[int, float, float | None]]:
     """(step, loss, held-out loss or None) of train.jsonl; lines that are no such row are left."""
     out = []
     for line in (read_text(folder, "train.jsonl") or "").splitlines():
-        try:
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
             row = json.loads(line)
             if is_number(row["loss"]) and is_number(row["step"]):
                 val = row.get("val_loss")
                 out.append((int(row["step"]), row["loss"], val if is_number(val) else None))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
     return out
 
 
@@ -156,23 +152,15 @@ def training(view: View) -> Section:
         text += f" {value('steps_per_s')} steps/s."
     curve = losses(view.folder)
     spark = sparkline([loss for _, loss, _ in curve])
-    checks = [
-        f"{code(r['nodeid'].split('::')[-1], 80)} {r['outcome']}"
-        + (f": {cell(r['reason'])}" if r.get("reason") else "")
-        for r in view.rows["test"]
-        if r["stage"] == stage["id"]
-    ]
+    reason = lambda r: f": {cell(r['reason'])}" if r.get("reason") else ""
+    tests = [r for r in view.rows["test"] if r["stage"] == stage["id"]]
+    checks = [f"{code(r['nodeid'].split('::')[-1], 80)} {r['outcome']}{reason(r)}" for r in tests]
     values = [
         f"{cell(name, 80)}: {num(v)} {'' if u in (None, '', '1') else cell(u, 20)}".rstrip()
         for name, (v, u) in list(metrics.items())[:200]
     ]
-    blocks = [
-        text,
-        spark and f"`{spark}` ({len(curve)} steps with a finite loss)",
-        checks,
-        *view.pictures("loss"),
-        values and Fold(f"All {len(metrics)} metrics", [values]),
-    ]
+    blocks = [text, spark and f"`{spark}` ({len(curve)} steps with a finite loss)", checks]
+    blocks += [*view.pictures("loss"), values and Fold(f"All {len(metrics)} metrics", [values])]
     return Section("Training showcase", blocks, fold=True, issue=False)
 
 
