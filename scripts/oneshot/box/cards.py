@@ -17,7 +17,7 @@ from typing import Any
 from scripts.oneshot.box import env as box
 from scripts.oneshot.record.markdown import cell, num, pct
 from scripts.oneshot.record.model import Stage, bench
-from scripts.oneshot.record.rows import is_number
+from scripts.oneshot.record.rows import is_number, whys
 
 PER_CARD = ("health", "sanity", "prefill_parity", "decode_parity", "more_parity")
 MOST = 16
@@ -44,18 +44,17 @@ def query_each() -> list[dict[str, Any]]:
             if "No devices were found" in str(error) or "not installed" in str(error):
                 break
             out.append({"problem": str(error)})
-    while out and "problem" in out[-1]:  # numbers beyond the last card that the driver knows
-        if len(out) <= len(list(Path("/proc/driver/nvidia/gpus").glob("*"))):
-            break
+    known = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    while len(out) > known and "problem" in out[-1]:  # a number beyond the last card
         out.pop()
-    if not any("problem" not in gpu for gpu in out):
+    if all("problem" in gpu for gpu in out):
         raise box.ProbeFailed("no GPU answers nvidia-smi")
     return out
 
 
 def _card(index: int, gpu: Mapping[str, Any]) -> Card:
     problem = gpu.get("problem")
-    bad = next((v for v in gpu.values() if isinstance(v, str) and re.search(r"is lost", v)), None)
+    bad = next((v for v in gpu.values() if isinstance(v, str) and "is lost" in v), None)
     if problem is None and (bad or str(gpu.get("name") or "[").startswith("[")):
         problem = f"nvidia-smi says {bad or gpu.get('name')}"
     return Card(index, gpu.get("uuid"), problem)
@@ -171,22 +170,15 @@ def section(data: Mapping[str, Any], parity: Sequence[Mapping[str, Any]]) -> lis
         ids = {s["id"] for s in stages}
         rows = [r for r in parity if r["stage"] in ids]
         bad = [f"{s['id']} {s['status']}: {s['reason']}" for s in stages if s["status"] != "PASS"]
-        why = health.get("why") if isinstance(health.get("why"), list) else []
-        bad += [f"health: {text}" for text in why]
-        out.append({
-            "gpu": str(index), "name": cell(health.get("device") or "-", 60),
-            "bandwidth": _of_peak(health, "copy_gbs", "copy_frac"),
-            "matmul": _of_peak(health, "gemm_bf16_tflops", "gemm_frac"),
-            "parity": f"{sum(r['status'] == 'PASS' for r in rows)}/{len(rows)}",
-            "verdict": cell("; ".join(bad), 400) if bad else GOOD,
-        })  # fmt: skip
+        bad += [f"health: {text}" for text in whys(health)]
+        shown = {"gpu": str(index), "name": cell(health.get("device") or "-", 60)}
+        for name, rate, share in (("bandwidth", "copy_gbs", "copy_frac"),
+                                  ("matmul", "gemm_bf16_tflops", "gemm_frac")):  # fmt: skip
+            of_peak = f" ({pct(health[share])})" if is_number(health.get(share)) else ""
+            shown[name] = num(health.get(rate)) + of_peak
+        shown["parity"] = f"{sum(r['status'] == 'PASS' for r in rows)}/{len(rows)}"
+        out.append({**shown, "verdict": cell("; ".join(bad), 400) if bad else GOOD})
     return out
-
-
-def _of_peak(health: Mapping[str, Any], rate: str, share: str) -> str:
-    """Return a rate as text, with its share of the card's peak where that is known."""
-    known = is_number(health.get(share))
-    return num(health.get(rate)) + (f" ({pct(health[share])})" if known else "")
 
 
 def warnings(data: Mapping[str, Any]) -> list[str]:

@@ -88,22 +88,20 @@ def torch(b: Box) -> Said:
     if torch.get("torch_error"):
         fix = "pip install torch, or name an interpreter that has it: PYTHON=/path/to/python"
         return BLOCK, f"torch does not import: {torch['torch_error']}", fix
-    version = torch["torch"]
-    if not b.gpu:
-        return _old("torch", version, LEAST_TORCH) or (OK, f"torch {version}")
-    if torch.get("hip"):
-        return BLOCK, f"torch {version} is a ROCm build", "use a CUDA build"
-    if not torch.get("cuda_build"):
+    version, text = torch["torch"], f"torch {torch['torch']}"
+    if b.gpu and torch.get("hip"):
+        return BLOCK, f"{text} is a ROCm build", "use a CUDA build"
+    if b.gpu and not torch.get("cuda_build"):
         fix = "install a CUDA build of torch, or remove this one and run again"
-        return BLOCK, f"torch {version} is built without CUDA", fix
-    if not torch.get("cuda_works"):
+        return BLOCK, f"{text} is built without CUDA", fix
+    if b.gpu and not torch.get("cuda_works"):
         cause = torch.get("cuda_error") or "torch.cuda.is_available() is False"
         fix = "check CUDA_VISIBLE_DEVICES and that the container was started with its GPU"
         if re.search(r"driver.*(too old|insufficient)", cause):
             fix = f"update the driver, or use a torch built for an older CUDA than {version}"
-        return BLOCK, f"torch {version} cannot use the GPU: {cause}", fix
-    said = OK, f"torch {version}, CUDA {torch['cuda_build']}"
-    return _old("torch", version, LEAST_TORCH) or said
+        return BLOCK, f"{text} cannot use the GPU: {cause}", fix
+    cuda = f", CUDA {torch['cuda_build']}" if b.gpu else ""
+    return _old("torch", version, LEAST_TORCH) or (OK, text + cuda)
 
 
 def triton(b: Box) -> Said | None:
@@ -222,11 +220,9 @@ def writable(b: Box) -> Said:
 
 
 def space(b: Box) -> Said:
-    places = {
-        "the output folder": b.out,
-        "the Triton cache": box.triton_cache(),
-        "the temporary folder": Path(os.environ.get("TMPDIR", "/tmp")),
-    }
+    temporary = Path(os.environ.get("TMPDIR", "/tmp"))
+    places = {"the output folder": b.out, "the Triton cache": box.triton_cache()}
+    places["the temporary folder"] = temporary
     free = {name: box.free_mib(path) for name, path in places.items()}
     low = {name: mib for name, mib in free.items() if mib is not None and mib < WANTED_MIB}
     if low:
@@ -237,14 +233,12 @@ def space(b: Box) -> Said:
 
 
 def memory(b: Box) -> Said | None:
-    limit = box._cgroup("memory.max", "memory/memory.limit_in_bytes")
-    total = box.memory_mib()
-    if limit and limit.isdigit():
-        total = min(total or 1 << 40, int(limit) // 2**20)
-    if total is None:
+    limit = box._cgroup("memory.max", "memory/memory.limit_in_bytes") or ""
+    bounds = [box.memory_mib(), int(limit) // 2**20 if limit.isdigit() else None]
+    if not (known := [mib for mib in bounds if mib is not None]):
         return None
-    said = f"{total} MiB of memory"
-    return (WARN, said, "8 GiB are comfortable") if total < 3500 else (OK, said)
+    said = f"{min(known)} MiB of memory"
+    return (WARN, said, "8 GiB are comfortable") if min(known) < 3500 else (OK, said)
 
 
 def cpus(b: Box) -> Said:

@@ -11,8 +11,7 @@ from typing import Any
 
 from scripts.oneshot.box import cards
 from scripts.oneshot.box import env as box
-from scripts.oneshot.box.telemetry import Telemetry
-from scripts.oneshot.box.xid import LOST, Xid, XidListener
+from scripts.oneshot.box.xid import LOST, Telemetry, Xid, XidListener
 from scripts.oneshot.record.judge import Status
 from scripts.oneshot.record.model import Stage, StageResult
 

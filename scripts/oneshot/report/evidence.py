@@ -155,12 +155,9 @@ def bench_blocks(view: View, keep: Callable[[Mapping[str, Any]], bool]) -> list[
         views = [bench_view(r, view.floor, shape.text) for r in shown]
         columns = ISSUE_COLUMNS if shape.issue else COLUMNS
         used = [column for column in columns if any(v[column] for v in views)]
-        out += [
-            Head(BENCHES.get(name, cell(name, 60))),
-            counts,
-            problems(rows) if name not in NAMED_BY_CASE else None,
-            Table(used, [[v[column] for column in used] for v in views]) if views else None,
-        ]
+        sizes = problems(rows) if name not in NAMED_BY_CASE else None
+        out += [Head(BENCHES.get(name, cell(name, 60))), counts, sizes]
+        out.append(Table(used, [[v[column] for column in used] for v in views]) if views else None)
     return [block for block in out if block]
 
 
@@ -205,10 +202,8 @@ def bar(row: Mapping[str, Any], floor: float | None, more: str = "") -> Bar:
 
 def problem(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The sizes that a row was measured at, in words; those it does not tell are left."""
-    return tuple(
-        f"{words} {num(row[name])}" for words, names in SIZES
-        for name in names if row.get(name) is not None
-    )  # fmt: skip
+    found = [(words, row.get(name)) for words, names in SIZES for name in names]
+    return tuple(f"{words} {num(value)}" for words, value in found if value is not None)
 
 
 def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -238,13 +233,12 @@ def parity_view(row: Mapping[str, Any], text: int = 400) -> dict[str, str]:
             limit = row.get(f"limit_{key}")
             shown[key] = num(row.get(key)) + (f" (limit {num(limit)})" if is_number(limit) else "")
         shown.update({k: num(row.get(k)) for k in ("worst_row", "margin")})
-    requested, taken = row.get("path_requested"), row.get("path_taken")
+    path = f"{code(row.get('path_requested'), 60)} → {code(row.get('path_taken'), 80)}"
+    path += f" ({cell(row['fallback_reason'], 80)})" if row.get("fallback_reason") else ""
     return {
         **shown, "case": code(row["case"], text), "status": row["status"],
         "why": cell("; ".join(row["why"]), text), "dtype": cell(row.get("dtype"), 20),
-        "seed": num(row.get("seed")),
-        "path": f"{code(requested, 60)} → {code(taken, 80)}"
-        + (f" ({cell(row['fallback_reason'], 80)})" if row.get("fallback_reason") else ""),
+        "seed": num(row.get("seed")), "path": path,
         "launches": cell(", ".join(f"{k} x{v}" for k, v in launches.items()), 200),
     }  # fmt: skip
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from scripts.oneshot.record.journal import write_atomic
 from scripts.oneshot.record.reading import held_to_rules
-from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
+from scripts.oneshot.record.rows import grouped, is_number
 from scripts.oneshot.report.evidence import is_toy, timed
 from scripts.oneshot.report.sections import losses
 
@@ -55,20 +55,16 @@ def roofline(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
     rows = [r for r in rows if known(r) and not is_toy(r)]
     if not rows:
         return False
+    intensity = lambda rows: [r["flops"] / r["bytes"] for r in rows]
     benches = grouped(rows, lambda r: str(r.get("bench")))
     for colour, (name, of_bench) in zip(cycle(COLOURS), benches.items(), strict=False):
-        of_status = grouped(of_bench, lambda r: r["status"])
-        for status in (status for status in NUMBERED if status in of_status):
-            mine, valid = of_status[status], status == "VALID"
-            ax.scatter(
-                [r["flops"] / r["bytes"] for r in mine], [r["tflops"] for r in mine], s=22,
-                edgecolors=colour, facecolors=colour if valid else "none",
-                label=_label(name if valid else f"{name} (unstable)"),
-            )  # fmt: skip
+        for status, more, inside in (("VALID", "", colour), ("UNSTABLE", " (unstable)", "none")):
+            if mine := [r for r in of_bench if r["status"] == status]:
+                look = dict(s=22, edgecolors=colour, facecolors=inside, label=_label(name + more))
+                ax.scatter(intensity(mine), [r["tflops"] for r in mine], **look)
     health = data["health"] or {}
     gbs, peak = health.get("copy_gbs"), health.get("gemm_bf16_tflops")
-    xs = [r["flops"] / r["bytes"] for r in rows]
-    low, high = min(xs) / 2, max(xs) * 2
+    low, high = min(intensity(rows)) / 2, max(intensity(rows)) * 2
     if is_number(gbs) and is_number(peak) and gbs > 0 and peak > 0:
         ridge = peak * 1e3 / gbs
         high = max(high, 2 * ridge)

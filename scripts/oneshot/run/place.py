@@ -20,11 +20,9 @@ class Place:
 
     def lost(self) -> str | None:
         """Say what became of the folder, in words after its name; None while it is there."""
-        ours = os.fstat(self._fd)
-        try:
+        ours, there = os.fstat(self._fd), None
+        with suppress(OSError):
             there = os.stat(self.folder)
-        except OSError:
-            there = None
         if there is not None and os.path.samestat(ours, there):
             return None
         if ours.st_nlink == 0:

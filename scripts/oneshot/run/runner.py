@@ -421,17 +421,12 @@ class Run:
             outcome = gate(self.folder, self.redactor)
         except OSError as error:
             outcome = {"gate": "failed", "findings": [], "removed": [], "error": str(error)}
-        if before is not None:
-            for key in ("findings", "removed"):
-                outcome[key] = before[key] + outcome[key]
-        summary = {
-            "rules_version": RULES_VERSION,
-            "gate": outcome["gate"],
-            "replacements": sum(self.redactor.counts.values()),
-            "by_rule": dict(sorted(self.redactor.counts.items())),
-            "removed_files": outcome["removed"],
-            "kept": sorted(self.redactor.keep),
-        }
+        for key in ("findings", "removed") if before is not None else ():
+            outcome[key] = before[key] + outcome[key]
+        counts = self.redactor.counts
+        summary = {"rules_version": RULES_VERSION, "gate": outcome["gate"]}
+        summary |= {"replacements": counts.total(), "by_rule": dict(sorted(counts.items()))}
+        summary |= {"removed_files": outcome["removed"], "kept": sorted(self.redactor.keep)}
         self.journal = self._open_journal(self.journal.seq)
         self.journal.started = self.started
         self.event("redaction", summary=summary)
@@ -462,28 +457,24 @@ class Run:
                     problem = (said.read().strip().splitlines() or ["no word why"])[-1][:300]
         except OSError as error:
             problem = str(error)
-        again = f"python -m scripts.oneshot render {self.folder}"
-        if _read(self.folder / "report.md") == short:
-            what, have = "the full report was not rendered", "report.md is the short one"
-        else:
+        what, have = "the full report was not rendered", "report.md is the short one"
+        if _read(self.folder / "report.md") != short:
             what = "the reports are not whole"
             have = "report.md is full, but issue.md, report.html or the plots may be missing"
         self.progress.line(f"WARN  {what}: {self.redactor.text(problem)}")
+        again = f"python -m scripts.oneshot render {self.folder}"
         self.progress.line(f"      {have}; try again: {again}")
 
     def _last_words(
         self, data: Mapping[str, Any], packed: tuple[Path, str, int] | None, code: int
     ) -> None:
         tell = self.progress.line
-        tell()
-        tell(data["verdict"]["one_line"])
-        tell(f"report:  {self.folder / 'report.md'}")
+        tell(f"\n{data['verdict']['one_line']}\nreport:  {self.folder / 'report.md'}")
         if (self.folder / "report.html").is_file():
             tell(f"         {self.folder / 'report.html'}  (the same for a browser)")
         if packed:
             path, digest, size = packed
-            tell(f"bundle:  {path}  ({size / 2**20:.1f} MiB)")
-            tell(f"sha256:  {digest}")
+            tell(f"bundle:  {path}  ({size / 2**20:.1f} MiB)\nsha256:  {digest}")
             if size > bundles.WARN_BYTES:
                 tell("WARN  the archive is over 10 MiB; some trackers refuse it")
             tell("look at it before you post it: redaction is best effort")
