@@ -52,20 +52,18 @@ def query_each() -> list[dict[str, Any]]:
     return out
 
 
-def _card(index: int, gpu: Mapping[str, Any]) -> Card:
-    problem = gpu.get("problem")
-    bad = next((v for v in gpu.values() if isinstance(v, str) and "is lost" in v), None)
-    if problem is None and (bad or str(gpu.get("name") or "[").startswith("[")):
-        problem = f"nvidia-smi says {bad or gpu.get('name')}"
-    return Card(index, gpu.get("uuid"), problem)
-
-
 def select(text: str, gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> list[Card]:
     """Return the cards of --gpus: "all" (of CUDA_VISIBLE_DEVICES where it is set) or numbers.
 
     gpus: one dict per card from nvidia-smi. Raises ValueError for a card that is not there.
     """
-    known = [_card(i, gpu) for i, gpu in enumerate(gpus)]
+    known: list[Card] = []
+    for index, gpu in enumerate(gpus):
+        problem = gpu.get("problem")
+        bad = next((v for v in gpu.values() if isinstance(v, str) and "is lost" in v), None)
+        if problem is None and (bad or str(gpu.get("name") or "[").startswith("[")):
+            problem = f"nvidia-smi says {bad or gpu.get('name')}"
+        known.append(Card(index, gpu.get("uuid"), problem))
     names = text.strip()
     if names == "all":
         names = environ.get("CUDA_VISIBLE_DEVICES", "").strip()

@@ -47,17 +47,14 @@ def fence(value: Any, language: str = "", *, whole: bool = False) -> str:
 
     whole: also a long line keeps every character, as a command must.
     """
-    lines = str("" if value is None else value).replace("\r\n", "\n").split("\n")
-    text = "\n".join(plain(line) if whole else _clipped(plain(line)) for line in lines).strip("\n")
+    lines = list(map(plain, str("" if value is None else value).replace("\r\n", "\n").split("\n")))
+    for i, line in enumerate(lines):
+        if not whole and (left := len(line) - LINE_LIMIT) > 0:
+            gap = f" [... {left} characters ...] "
+            lines[i] = line[: LINE_LIMIT * 2 // 3] + gap + line[-LINE_LIMIT // 3 :]
+    text = "\n".join(lines).strip("\n")
     ticks = "`" * max(3, max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     return f"{ticks}{language or 'text'}\n{text}\n{ticks}"
-
-
-def _clipped(line: str) -> str:
-    left = len(line) - LINE_LIMIT
-    if left <= 0:
-        return line
-    return f"{line[: LINE_LIMIT * 2 // 3]} [... {left} characters ...] {line[-LINE_LIMIT // 3 :]}"
 
 
 def clip_mid(value: Any, lines: int = 15, source: str | None = None) -> str:

@@ -75,14 +75,6 @@ class Stage:
     shrinks: bool = False  # takes `--shrink K`, which divides its sizes by K
     gpus: tuple[int, ...] = ()  # its cards by number, in a run on several (cards.py)
 
-    def __post_init__(self) -> None:
-        if not self.id or not all(c.isalnum() or c == "_" for c in self.id):
-            raise ValueError(f"Stage.id must be letters, digits and _, got {self.id!r}")
-        if self.proof not in ("tests", "parity", "bench", "row", "output"):
-            raise ValueError(f"Stage.proof of {self.id} is unknown: {self.proof!r}")
-        if self.timeout_s <= 0:
-            raise ValueError(f"Stage.timeout_s of {self.id} must be > 0, got {self.timeout_s}")
-
     @property
     def side_by_side(self) -> bool:
         """Whether its tests run in several processes at a time."""

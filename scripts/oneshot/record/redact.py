@@ -16,6 +16,7 @@ import ipaddress
 import json
 import os
 import re
+import site
 import socket
 import sys
 from collections import Counter
@@ -95,14 +96,6 @@ def _is_path(text: str) -> bool:
     return bool(first) and os.path.isdir(f"/{first}")
 
 
-def _site_prefixes() -> list[str]:
-    import site
-
-    found = {p for p in [*site.getsitepackages(), site.getusersitepackages()] if p}
-    found |= {p for p in sys.path if p.rstrip("/").endswith(("site-packages", "dist-packages"))}
-    return sorted(found, key=len, reverse=True)
-
-
 @lru_cache(maxsize=1)
 def _own_words() -> tuple[str, frozenset[str]]:
     """The words of our records and reports, as lines and cut into names.
@@ -122,14 +115,6 @@ def _own_words() -> tuple[str, frozenset[str]]:
             words.update(re.findall(r"[A-Za-z_][\w./-]*", text))
     names = {n for word in words for cut in (r"\W+", r"[\W_]+") for n in re.split(cut, word)}
     return "\n".join(sorted(words)).lower(), frozenset(name.lower() for name in names)
-
-
-def _is_own(rule: str, text: str) -> bool:
-    """Would replacing `text` garble words of our own? A secret is found inside of words too."""
-    words, names = _own_words()
-    if rule == "env_secret":
-        return text.lower() in words
-    return rule in _NEAR and text.lower() in names
 
 
 def _forms(secret: str) -> set[str]:
@@ -201,7 +186,9 @@ class Redactor:
                 if len(piece) >= 7:
                     self._add("ip", piece, self._placeholder("ip", piece))
         home = home or os.path.expanduser("~")
-        paths = [(prefix, "<venv>") for prefix in _site_prefixes()]
+        sites = [p for p in sys.path if p.rstrip("/").endswith(("site-packages", "dist-packages"))]
+        sites += [*site.getsitepackages(), site.getusersitepackages()]
+        paths = [(prefix, "<venv>") for prefix in sites]
         if root is not None:
             paths += [(str(root), "<repo>"), (os.path.realpath(root), "<repo>")]
         if len(home) > 4:
@@ -222,7 +209,9 @@ class Redactor:
         if not text or text in self._known:
             return
         self._known.add(text)
-        if _is_own(rule, text):
+        words, names = _own_words()
+        # A secret is found inside of words too.
+        if text.lower() in (words if rule == "env_secret" else names if rule in _NEAR else ()):
             named = rf"((?<![A-Za-z0-9]){re.escape(variable)}{_IS}){{}}"
             forms, around, length = {text}, _NEAR.get(rule, (named,)), 0
         elif rule == "env_secret":
