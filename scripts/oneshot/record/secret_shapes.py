@@ -48,12 +48,9 @@ def _random_runs(text: str) -> Iterator[Span]:
 
 def _is_opaque(text: str, least: int) -> bool:
     """Letters and digits mixed: no word, no number with its unit, no path, no call."""
-    return (
-        len(text) >= least
-        and sum(c.isdigit() for c in text) >= 1
-        and sum(c.isalpha() for c in text) >= 2
-        and not re.match(r"[~.]?/|[\d.]+[A-Za-z%/]+$|\d{4}-\d\d-\d\d", text)
-    )
+    mixed = any(c.isdigit() for c in text) and sum(c.isalpha() for c in text) >= 2
+    other = re.match(r"[~.]?/|[\d.]+[A-Za-z%/]+$|\d{4}-\d\d-\d\d", text)
+    return len(text) >= least and mixed and not other
 
 
 _WORD = r"(?<![A-Za-z0-9])"  # a whole word, or the last one after a "_" or "-"
@@ -82,19 +79,16 @@ _STARTS = re.compile(
 _CALL = re.compile(r"[A-Za-z_][\w.]*[(\[]")  # of a function, in a traceback
 
 
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"[-+]?[\d.,_]+(?:e[-+]?\d+)?%?", text) is not None
-
-
 def _is_secret(kind: str, name: str, sep: str, value: str, quoted: bool) -> bool:
     """Is `value` a secret after `name`, which is of this `kind`, and `sep`?"""
     code = sep != sep.strip() and "=" in sep  # as `token = first_token` of a traceback
     sep = sep.strip().lower()
     if sep.startswith("%") or (sep.startswith("is") and sep != "is"):
         sep = "="
+    number = re.fullmatch(r"[-+]?[\d.,_]+(?:e[-+]?\d+)?%?", value) is not None
     keylike = bool(_HEX_KEY.fullmatch(value) or (len(value) >= 16 and looks_random(value)))
     if kind == "strong" and sep not in ("", "is"):
-        return quoted or sep == "=" or len(value) >= (4 if _is_number(value) else 3)
+        return quoted or sep == "=" or len(value) >= (4 if number else 3)
     if kind == "strong" and (quoted or sep == "is"):
         return quoted or _is_opaque(value, 6) or "-" in value
     if name in ("pin", "otp"):
@@ -105,7 +99,7 @@ def _is_secret(kind: str, name: str, sep: str, value: str, quoted: bool) -> bool
     if kind == "token" and (quoted or "=" in sep):
         if code and not quoted:
             return _is_opaque(value, 8)
-        return len(value) >= 6 and not _is_number(value) and not value.startswith(("/", "~"))
+        return len(value) >= 6 and not number and not value.startswith(("/", "~"))
     if kind == "token" and sep == ":":
         return _is_opaque(value, 8)
     return keylike or (sep not in ("", "is") and _is_opaque(value, 16))
@@ -221,15 +215,9 @@ place -> secret
     - :: (?i)(?<![\w-])--?(?:[a-z]+-)*(?:token|pass|{STRONG})(?:\\?["'])?(?:=|[ \t]+)
         (?:"([^"\r\n]+)"|'([^'\r\n]+)'|\\?["']?((?!-)(?:(?!</)[^\s"',;&\\]){4,}))
 """
-SECRETS: tuple[Shape, ...] = (
-    *shapes(
-        _TABLE,
-        VALUE=r"(?:\"([^\"\r\n]+)\"|'([^'\r\n]+)'|([^\s\"',;&|<>]+))",
-        STRONG=_STRONG,
-        SERVICE="|".join(_SERVICES),
-        SERVICE_NAMES=" ".join(_SERVICES),
-        AFTER=AFTER,
-    ),
-    Shape("named", "secret", (), _named),
-    Shape("random", "secret", (), _random_runs),
-)
+_WORDS = {
+    "VALUE": r"(?:\"([^\"\r\n]+)\"|'([^'\r\n]+)'|([^\s\"',;&|<>]+))", "STRONG": _STRONG,
+    "SERVICE": "|".join(_SERVICES), "SERVICE_NAMES": " ".join(_SERVICES), "AFTER": AFTER,
+}  # fmt: skip
+_BY_CODE = (("named", _named), ("random", _random_runs))
+SECRETS = (*shapes(_TABLE, **_WORDS), *(Shape(rule, "secret", (), find) for rule, find in _BY_CODE))

@@ -168,13 +168,6 @@ mac -> mac
     wlx enx :: \b(?:wlx|enx)[0-9a-f]{12}\b
     hwaddr mac :: (?i)\b(?:hwaddr|mac(?:[ _]addr(?:ess)?)?)[ \t:=]{1,3}([0-9a-f]{12})\b
 """
-NAMES: tuple[Shape, ...] = (
-    *shapes(
-        _TABLE,
-        NAME=r"[A-Za-z_][\w.-]*",
-        HOST=r"((?!localhost\b)[A-Za-z0-9][\w.-]*)",
-        AFTER=AFTER,
-    ),
-    Shape("ip", "ip", (".",), _ipv4),
-    Shape("ip", "ip", (":",), _ipv6),
-)
+_WORDS = {"NAME": r"[A-Za-z_][\w.-]*", "HOST": r"((?!localhost\b)[A-Za-z0-9][\w.-]*)"}
+_IPS = (Shape("ip", "ip", (".",), _ipv4), Shape("ip", "ip", (":",), _ipv6))
+NAMES = (*shapes(_TABLE, **_WORDS, AFTER=AFTER), *_IPS)

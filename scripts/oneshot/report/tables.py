@@ -69,23 +69,17 @@ def check_csvs(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
             continue
         left = list(wanted)
         for number, line in enumerate(table, 2):
-            match = next((w for w in left if all(line[k] == v for k, v in w.items())), None)
-            if match is not None:
+            differ = lambda w, line=line: [k for k, v in w.items() if line[k] != v]
+            if (match := next((w for w in left if not differ(w)), None)) is not None:
                 left.remove(match)
             elif wanted:
-                yield f"{name}:{number}: {_difference(line, wanted)}"
+                nearest = min(wanted, key=lambda w: len(differ(w)))
+                told = (
+                    f"{k} is {line[k]!r}, and {nearest[k]!r} by its row" for k in differ(nearest)
+                )
+                yield f"{name}:{number}: {next(told, 'a line twice')}"
         if left and stage["status"] == "PASS":
             yield f"{name} lacks the lines of {len(left)} rows"
-
-
-def _difference(line: Mapping[str, str], wanted: list[dict[str, str]]) -> str:
-    """In which cell a line differs from the row that is next to it."""
-    differ = lambda w: [k for k, v in w.items() if line[k] != v]
-    nearest = min(wanted, key=lambda w: len(differ(w)))
-    column = differ(nearest)
-    if not column:
-        return "a line twice"
-    return f"{column[0]} is {line[column[0]]!r}, and {nearest[column[0]]!r} by its row"
 
 
 def check_health(data: Mapping[str, Any], folder: Path) -> Iterator[str]:

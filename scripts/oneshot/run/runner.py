@@ -78,7 +78,7 @@ class Run:
         self.out_of_budget = False
         self.internal_error = False
         self.saved = False  # bundle.json says what the record says
-        self._commit = given_commit(self.args)
+        self._commit = self.args.commit
         self.progress = Progress(self.stages, price_per_hour=self.args.price)
         self.watch = Watch(self.several, self.smi, self.event, self.note, self.progress.line)
 
@@ -230,29 +230,26 @@ class Run:
             return Status.NOT_RUN, f"doctor: {blocked}", "NO_GPU" if stage.gpu else None
         if (gone := self.watch.why_not(stage)) is not None:
             return gone
+        first, why = None, None  # the stage that it needs, and why it cannot have that
         if stage.after in {s.id for s in self.stages}:
             first = self.record.results.get(stage.after)
             if first is None or first.status is not Status.PASS:
-                why = f"{first.status}: {first.reason}" if first else "it did not run"
-                return self._dragged(first, f"needs {stage.after}, {why}")
+                ended = f"{first.status}: {first.reason}" if first else "it did not run"
+                why = f"needs {stage.after}, {ended}"
         lacking = [name for name in stage.needs if not (self.folder / name).is_file()]
-        if lacking:
+        if lacking and why is None:
             makers = [s.id for s in self.stages if lacking[0] in s.outputs]
             first = self.record.results.get(makers[0]) if makers else None
-            return self._dragged(first, f"needs {', '.join(lacking)}, which was not written")
+            why = f"needs {', '.join(lacking)}, which was not written"
+        if why is not None:  # cut where that one was cut
+            skipped = first is not None and first.status is Status.SKIPPED
+            kind = first.kind if first is not None and judge.is_cut(first) else None
+            return Status.SKIPPED if skipped else Status.NOT_RUN, why, kind
         left = self._budget_left()
         if left is not None and left < max(5.0, stage.estimate_s / 4):
             self.out_of_budget = True
             return Status.NOT_RUN, f"budget: {max(0, left):.0f} s left", "BUDGET"
         return None
-
-    @staticmethod
-    def _dragged(first: StageResult | None, why: str) -> tuple[Status, str, str | None]:
-        """Return why a stage that needs `first` is not started: cut where that one was cut."""
-        if first is None:
-            return Status.NOT_RUN, why, None
-        status = Status.SKIPPED if first.status is Status.SKIPPED else Status.NOT_RUN
-        return status, why, first.kind if judge.is_cut(first) else None
 
     def _budget_left(self) -> float | None:
         if self.args.budget is None:
@@ -406,9 +403,8 @@ class Run:
         """Say so if the sources were edited while the stages ran: they are not the commit's."""
         ask = (ROOT, self._commit, self.folder.parent, timeout_s)
         now = box.guarded(lambda: checkout.git_facts(*ask))
-        if not isinstance(now, dict) or now.get("problem") != self.git.get("problem"):
-            return  # nothing can be said
-        if checkout.same_sources(self.git, now):
+        told = isinstance(now, dict) and now.get("problem") == self.git.get("problem")
+        if not told or checkout.same_sources(self.git, now):
             return
         changed = {k: now[k] for k in ("diff_sha256", "diffstat", "untracked", "source_sha256")}
         self.event("facts", git={**self.git, **changed, "dirty": True, "changed_during_run": True})
@@ -502,11 +498,6 @@ def _where(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
 
 
-def given_commit(args: argparse.Namespace) -> str | None:
-    """Return the commit that the caller names, for sources without git."""
-    return args.commit or os.environ.get("NSA_COMMIT")
-
-
 def _dry_run(profile: str, stages: list[Stage], folder: Path) -> int:
     print(f"profile {profile}, into {folder}")
     for stage in stages:
@@ -515,12 +506,6 @@ def _dry_run(profile: str, stages: list[Stage], folder: Path) -> int:
         print(f"{stage.id:16} about {stage.estimate_s:3.0f} s  {variables} {command}")
     print(f"about {sum(s.estimate_s for s in stages) / 60:.1f} minutes in all")
     return 0
-
-
-def _run_id(folder: Path) -> str | None:
-    """Return the id of the run whose journal is in `folder`."""
-    events = read_events(folder / "events.jsonl")
-    return events[0].get("run_id") if events else None
 
 
 def _start_verb(argv: list[str], said: IO[str]) -> subprocess.Popen[bytes]:
@@ -533,14 +518,15 @@ def _start_verb(argv: list[str], said: IO[str]) -> subprocess.Popen[bytes]:
 
 def _detach(argv: list[str], out: Path, folder: Path) -> int:
     """Start the run in a session of its own. Returns 0 once it began, else its exit code."""
-    before = _run_id(folder)
+    run_id = lambda: RunRecord.replay(read_events(folder / "events.jsonl")).run_id
+    before = run_id()
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         child = _start_verb(["run", *argv], said)
         deadline = time.monotonic() + DETACH_WAIT_S
         words = "waiting as process"  # for a lock, or for a slow driver
         while time.monotonic() < deadline:
             code = child.poll()
-            if _run_id(folder) not in (None, before):
+            if run_id() not in ("", before):
                 words = "running as process"
                 break
             if code is not None:
@@ -603,7 +589,8 @@ def _main(argv: list[str]) -> int:
     several = several if len(several) > 1 else []
     # nvidia-smi's numbers are meant, here and in every stage.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    git = checkout.git_facts(ROOT, given_commit(args), out)
+    args.commit = args.commit or os.environ.get("NSA_COMMIT")  # of sources without git
+    git = checkout.git_facts(ROOT, args.commit, out)
     folder = out / git["short"]
     if args.dry_run:
         return _dry_run(profile, stages, folder)
