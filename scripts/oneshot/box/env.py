@@ -219,9 +219,8 @@ def _cgroup(*names: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    with suppress(OSError):
-        if found := re.search(r"(?m)^model name.*?:(.*)", Path("/proc/cpuinfo").read_text()):
-            return found[1].strip()
+    with suppress(OSError, TypeError):
+        return re.search(r"(?m)^model name.*?:(.*)", Path("/proc/cpuinfo").read_text())[1].strip()
     return platform.processor() or platform.machine()
 
 

@@ -203,29 +203,24 @@ def check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
         yield f"{case} is {status} and gives no reason"
     if kind == "bench" and status not in NUMBERED and (numbers := claimed(row)):
         yield f"{case} is {status} and still has numbers: {', '.join(numbers)}"
-    for what in (*_out_of_order(row), *_not_derived(row)):
-        yield f"{case}: {what}"
+    yield from (f"{case}: {what}" for what in _contradictions(row))
     reads = [row[n] for n in ("reads_actual", "reads_expected", "reads_seen") if row.get(n)]
     if len(set(reads)) > 1:
         yield f"{case}: keys were read {' and '.join(map(str, reads))} times, by who counts"
 
 
-def _out_of_order(row: Mapping[str, Any]) -> Iterator[str]:
-    """Which times of a row cannot be of the same samples."""
+def _contradictions(row: Mapping[str, Any]) -> Iterator[str]:
+    """Which times of a row cannot be of the same samples, and which of its numbers are not what its
+    other ones give."""
     for name in ("median_us", "base_median_us", "speedup"):
         value = row.get(name)
         ci = row.get("speedup_ci95" if name == "speedup" else name.replace("median", "ci95"))
         if is_number(value) and is_interval(ci) and not ci[0] <= value <= ci[1]:
             yield f"{name} {value:g} lies outside of its own interval [{ci[0]:g}, {ci[1]:g}]"
-    ascending = [n for n in ("min_us", "p20_us", "median_us", "p80_us", "p95_us")
-                 if is_number(row.get(n))]  # fmt: skip
-    for low, high in pairwise(ascending):
+    ascending = ("min_us", "p20_us", "median_us", "p80_us", "p95_us")
+    for low, high in pairwise(n for n in ascending if is_number(row.get(n))):
         if row[low] > row[high] * (1 + 1e-9):
             yield f"{low} {row[low]:g} is over {high} {row[high]:g}"
-
-
-def _not_derived(row: Mapping[str, Any]) -> Iterator[str]:
-    """Which numbers of a row are not what its other numbers give."""
     median, base, speedup = (row.get(n) for n in ("median_us", "base_median_us", "speedup"))
     given: list[tuple[str, Any, Any]] = []
     if is_number(median) and median > 0:
@@ -376,14 +371,13 @@ def check_journal(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
     for key in replayed:
         if key != "files" and replayed[key] != data.get(key):
             yield f"{key} in bundle.json is not what events.jsonl gives"
-    for file in data["files"]:
-        name = str(file.get("path"))
-        path = folder / name
+    files = {str(file.get("path")): file.get("sha256") for file in data["files"]}
+    for name, digest in files.items():
         if name.startswith(REWRITTEN) or ".." in PurePosixPath(name).parts:
             continue
-        if not path.is_file():
+        if not (folder / name).is_file():
             yield f"{name} is listed in bundle.json and missing"
-        elif bundles.sha256(path) != file.get("sha256"):
+        elif bundles.sha256(folder / name) != digest:
             yield f"{name} is not the file that bundle.json lists"
 
 
@@ -399,8 +393,8 @@ def check_secrets(folder: Path, keep: tuple[str, ...] = ()) -> Iterator[str]:
             yield f"{name} is neither text nor a picture: nobody can vouch for it"
         for subject in (name, text or ""):
             clean, rules = found_in(subject, redactor)
+            found = ", ".join(f"{rule} x{n}" for rule, n in sorted(rules.items())) or "other"
             if clean != subject:
-                found = ", ".join(f"{rule} x{n}" for rule, n in sorted(rules.items())) or "other"
                 yield f"{redactor.text(name)} holds something private: {found}"
 
 

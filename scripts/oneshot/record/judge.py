@@ -56,8 +56,7 @@ def judge(
         _wrong(stage, rc, rows)
         or _ended(stage, rc, rows, traceback)
         or _not_whole(stage, rows)
-        or _unproven(stage, rows, missing_outputs)
-        or _doubtful(stage, rows, unreadable)
+        or _unproven(stage, rows, missing_outputs, unreadable)
         or Judgement(Status.PASS)
     )
 
@@ -147,20 +146,16 @@ def _not_whole(stage: Stage, rows: list[dict[str, Any]]) -> Judgement | None:
 
 
 def _unproven(
-    stage: Stage, rows: list[dict[str, Any]], missing_outputs: tuple[str, ...]
+    stage: Stage, rows: list[dict[str, Any]], missing_outputs: tuple[str, ...], unreadable: int
 ) -> Judgement | None:
-    """The evidence of Stage.proof that is missing."""
+    """The evidence of Stage.proof that is missing, and what was sent and cannot be believed."""
     ran = _of(rows, "bench", *NUMBERED, "INVALID")
     if stage.proof == "bench" and not ran and (skipped := _of(rows, "bench", "SKIPPED")):
         why = "; ".join(skipped[0]["why"])
         return Judgement(Status.SKIPPED, why, _memory(why))
-    results = [
-        r
-        for kind in ("metric", "health", "recommend", "parity", "bench")
-        for r in _of(rows, kind)
-        if r.get("status") != "SKIPPED"
-        and not str(r.get("name")).startswith("seconds/")  # what became of the time
-    ]
+    said = [r for r in rows if r["kind"] in ("metric", "health", "recommend", "parity", "bench")]
+    seconds = lambda r: str(r.get("name")).startswith("seconds/")  # what became of the time
+    results = [r for r in said if r.get("status") != "SKIPPED" and not seconds(r)]
     for missing, words in (
         (stage.proof == "parity" and not _of(rows, "parity"), "no parity case was recorded"),
         (stage.proof == "bench" and not ran, "no bench case ran"),
@@ -169,11 +164,6 @@ def _unproven(
     ):
         if missing:
             return Judgement(Status.NOT_RUN, f"exit code 0, but {words}")
-    return None
-
-
-def _doubtful(stage: Stage, rows: list[dict[str, Any]], unreadable: int) -> Judgement | None:
-    """What was sent and cannot be believed."""
     bench = _of(rows, "bench")
     if unreadable:
         text = f"{unreadable} lines of the result channel were unreadable; results may be missing"

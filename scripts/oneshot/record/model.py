@@ -40,6 +40,7 @@ from scripts.oneshot.record.rows import grouped, is_number, test_counts, why_no_
 from scripts.oneshot.record.score import score
 
 SCHEMA = "nsa.gpu-report/1"
+DIED = "the runner ended during this stage, when is unknown; --resume takes up what passed"
 PLANNED = ("id", "title", "required", "group", "timeout_s", "argv")  # and gpus, if it has any
 SHARDS = "scripts.oneshot.run.shards"  # module that runs a stage's tests in several processes
 
@@ -303,22 +304,17 @@ class RunRecord:
         for planned in (p for p in self.plan if p["id"] not in out):
             common = {k: planned[k] for k in (*PLANNED, "gpus") if k in planned}
             common |= {"status": "NOT_RUN", "reason": "the run ended before this stage"}
-            if self.running and self.running["stage"] == planned["id"]:
-                common |= self._died()
+            if (running := self.running) and running["stage"] == planned["id"]:
+                began, last = running.get("m"), self.monotonic_s
+                known = is_number(began) and is_number(last) and last >= began
+                common |= {
+                    "status": "CRASH", "kind": "RUNNER", "reason": DIED, "start_s": began,
+                    "wall_s": round(last - began, 3) if known else 0.0,
+                    "started": running.get("t"), "log": running.get("log"),
+                    "counts": test_counts(self.rows.get(running["stage"], [])),
+                }  # fmt: skip
             out[planned["id"]] = StageResult.from_json(common)
         return [out[planned["id"]] for planned in self.plan]
-
-    def _died(self) -> dict[str, Any]:
-        """What is known of the stage that the runner died in."""
-        began, last = self.running.get("m"), self.monotonic_s
-        known = is_number(began) and is_number(last) and last >= began
-        why = "the runner ended during this stage, when is unknown; --resume takes up what passed"
-        return {
-            "status": "CRASH", "kind": "RUNNER", "reason": why,
-            "wall_s": round(last - began, 3) if known else 0.0,
-            "started": self.running.get("t"), "start_s": began, "log": self.running.get("log"),
-            "counts": test_counts(self.rows.get(self.running["stage"], [])),
-        }  # fmt: skip
 
     def rows_of(self, kind: str) -> list[dict[str, Any]]:
         """Every row of this kind in plan order, each with its stage in place of the kind."""

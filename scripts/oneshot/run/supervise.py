@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -176,26 +177,22 @@ def end_waiting(context: Context) -> None:
 
 def _waited(context: Context, stage: Stage) -> Started | None:
     """Let the process of this stage that was started ahead go on, and return it."""
-    found = context.waiting.pop(stage.id, None)
-    if found is None:
-        return None
-    if found.argv == expand(stage.argv, context.python, context.out):
-        with suppress(OSError):  # it ended before its time
-            os.write(found.go, b"x")
-            os.close(found.go)
-            return found
-    found.drop()
+    if found := context.waiting.pop(stage.id, None):
+        if found.argv == expand(stage.argv, context.python, context.out):
+            with suppress(OSError):  # it ended before its time
+                os.write(found.go, b"x")
+                os.close(found.go)
+                return found
+        found.drop()
     return None
 
 
 def oom_kills() -> int | None:
     """Return how often Linux killed something in this cgroup for memory; None if unknown."""
     for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        with suppress(OSError, ValueError):
-            for line in Path(path).read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name == "oom_kill":
-                    return int(value)
+        with suppress(OSError):
+            if found := re.search(r"(?m)^oom_kill (\d+)$", Path(path).read_text()):
+                return int(found[1])
     return None
 
 
@@ -427,8 +424,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
     Two stamps are compared, never one with the clock, which may be put right during a stage.
     """
-    try:
+    with suppress(OSError):
         stat = path.stat()
-    except OSError:
-        return None
-    return (stat.st_ino, stat.st_mtime_ns, stat.st_size) if stat.st_size else None
+        return (stat.st_ino, stat.st_mtime_ns, stat.st_size) if stat.st_size else None
+    return None
