@@ -76,13 +76,9 @@ def _changes(git: Git, out: Path | None) -> dict[str, Any]:
         digest.update(os.fsencode(name) + b"\0")
         if (root / name).is_file():  # one that is marked may be deleted
             digest.update((root / name).read_bytes())
-    return {
-        "untracked": len(extra),
-        "dirty": True,
-        "hidden": sorted(hidden)[:HIDDEN_SHOWN] or None,
-        "diff_sha256": digest.hexdigest(),
-        "diffstat": git(*_DIFF, "--shortstat").strip() or None,
-    }
+    facts = {"untracked": len(extra), "dirty": True, "diff_sha256": digest.hexdigest()}
+    stat = git(*_DIFF, "--shortstat").strip() or None
+    return {**facts, "hidden": sorted(hidden)[:HIDDEN_SHOWN] or None, "diffstat": stat}
 
 
 def git_facts(

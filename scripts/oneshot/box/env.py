@@ -30,6 +30,9 @@ _SMI_FIELDS = {
     "persistence": "persistence_mode", "sm_mhz_max": "clocks.max.sm",
     "mem_mhz_max": "clocks.max.mem", "pci": "pci.bus_id",
 }  # fmt: skip
+# Files of cgroups, of version 2 and of version 1.
+CPU_LIMIT = ("cpu.max", "cpu/cpu.cfs_quota_us")
+MEMORY_LIMIT = ("memory.max", "memory/memory.limit_in_bytes")
 _OF_TORCH = ("cuda_available", "cuda_error", "cudnn", "triton", "triton_pin", "flash_attn")
 # Shown like the others, but where something lies or how it is built changes no result.
 _NO_RESULT = ("NSA_COMMIT", "TRITON_CACHE_DIR", "MAX_JOBS", "VIRTUAL_ENV", "CONDA_PREFIX")
@@ -157,10 +160,11 @@ def visible_gpu(gpus: Sequence[dict[str, Any]], environ: Mapping[str, str]) -> d
         return gpus[0]
     slice_of = name.startswith("MIG-")
     found = gpus_named(name, gpus) or (_card_of_slice(name, gpus) if slice_of else [])
+    card = gpus[found[0] if found else 0]
     if found and not slice_of:
-        return gpus[found[0]]
+        return card
     shared = ("driver", "sm", "temp_c", "persistence") if found else ("driver",)
-    known = {key: gpus[found[0] if found else 0].get(key) for key in shared}
+    known = {key: card.get(key) for key in shared}
     return {**known, "uuid": name, "mig": "Enabled" if slice_of else None}
 
 
@@ -181,11 +185,9 @@ def device_facts(gpus: list[dict[str, Any]] | str, torch: Mapping[str, Any]) -> 
     if isinstance(gpus, str) and not seen:
         return {"name": None, "reason": gpus}
     gpu = {} if isinstance(gpus, str) else visible_gpu(gpus, os.environ)
-    pcie = None
-    if gpu.get("pcie_gen"):
-        pcie = f"gen{gpu['pcie_gen']} x{gpu['pcie_width']}"
-        if gpu["pcie_width"] != gpu["pcie_width_max"]:
-            pcie += f" (max x{gpu['pcie_width_max']})"
+    width, most = gpu.get("pcie_width"), gpu.get("pcie_width_max")
+    slot = f"gen{gpu.get('pcie_gen')} x{width}" + (f" (max x{most})" if width != most else "")
+    pcie = slot if gpu.get("pcie_gen") else None
     used, util = gpu.get("mem_used_mib"), gpu.get("util_pct")
     return {
         **{name: seen.get(name) or gpu.get(name) for name in ("name", "sm")},
@@ -267,21 +269,15 @@ def free_mib(path: Path | None) -> int | None:
 
 def system_facts(out: Path) -> dict[str, Any]:
     return {
-        "os": guarded(_os_name),
-        "kernel": platform.release(),
-        "cpu": guarded(_cpu_model),
-        "cores": os.cpu_count(),
-        "cores_usable": usable_cores(),
-        "cgroup_cpu": _cgroup("cpu.max", "cpu/cpu.cfs_quota_us"),
-        "memory_mib": memory_mib(),
-        "cgroup_memory": _cgroup("memory.max", "memory/memory.limit_in_bytes"),
+        "os": guarded(_os_name), "kernel": platform.release(), "cpu": guarded(_cpu_model),
+        "cores": os.cpu_count(), "cores_usable": usable_cores(),
+        "cgroup_cpu": _cgroup(*CPU_LIMIT), "memory_mib": memory_mib(),
+        "cgroup_memory": _cgroup(*MEMORY_LIMIT),
         "container": Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
-        "shm_free_mib": free_mib(Path("/dev/shm")),
-        "out_free_mib": free_mib(out),
+        "shm_free_mib": free_mib(Path("/dev/shm")), "out_free_mib": free_mib(out),
         "tmp_free_mib": free_mib(Path(os.environ.get("TMPDIR", "/tmp"))),
-        "triton_cache_free_mib": guarded(lambda: free_mib(triton_cache())),
-        "utc": utc_now(),
-    }
+        "triton_cache_free_mib": guarded(lambda: free_mib(triton_cache())), "utc": utc_now(),
+    }  # fmt: skip
 
 
 def fingerprint(

@@ -44,15 +44,12 @@ class Side:
         git, device = self.data["git"], self.data["device"]
         python = self.data["env"].get("python", {})
         floor = "not measured" if self.floor is None else f"{100 * self.floor:.1f} %"
-        parts = (
-            f"{git.get('short')}{' DIRTY' if git.get('dirty') else ''}",
-            str(device.get("name") or f"no GPU ({self.data['scope']})"),
-            f"drv {device.get('driver') or '-'}",
-            f"torch {python.get('torch') or '-'} triton {python.get('triton') or '-'}",
-            f"floor {floor}",
-            f"{self.data['verdict']['status']}",
+        return plain(
+            f"{git.get('short')}{' DIRTY' if git.get('dirty') else ''}  "
+            f"{device.get('name') or 'no GPU (' + self.data['scope'] + ')'}  "
+            f"drv {device.get('driver') or '-'}  torch {python.get('torch') or '-'} "
+            f"triton {python.get('triton') or '-'}  floor {floor}  {self.data['verdict']['status']}"
         )
-        return plain("  ".join(parts))
 
 
 @dataclass(frozen=True)
@@ -122,10 +119,10 @@ def judge_case(
             return "AMBIGUOUS", f"no confidence interval in {name}", change, None
     (a_lo, a_hi), (b_lo, b_hi) = a["ci95_us"], b["ci95_us"]
     interval = [b_lo / a_hi - 1, b_hi / a_lo - 1]
-    shaky = [f"UNSTABLE in {n}: {'; '.join(r['why'])}" for n, r in (("A", a), ("B", b))
-             if r["status"] == "UNSTABLE"]  # fmt: skip
+    shaky = [(n, r["why"]) for n, r in (("A", a), ("B", b)) if r["status"] == "UNSTABLE"]
     if shaky:
-        return "AMBIGUOUS", "; ".join(shaky), change, interval
+        text = "; ".join(f"UNSTABLE in {name}: {'; '.join(why)}" for name, why in shaky)
+        return "AMBIGUOUS", text, change, interval
     faster, verdict = change < 0, "AMBIGUOUS"
     # Each end counts against us: the floor covers what moves a whole box, the intervals the rest.
     apart = -interval[1] if faster else interval[0]

@@ -192,18 +192,14 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     outcomes = Counter(t["outcome"] for t in record.rows_of("test"))
     parity = [p["status"] for p in record.rows_of("parity")]
     bench = Counter(b["status"] for b in record.rows_of("bench"))
-    failed = outcomes["failed"] + outcomes["error"]
+    passed, failed = outcomes["passed"], outcomes["failed"] + outcomes["error"]
     counts = {
-        "executed_tests": outcomes["passed"] + failed,
-        "passed": outcomes["passed"],
-        "failed": failed,
+        "executed_tests": passed + failed, "passed": passed, "failed": failed,
         "skipped": outcomes["skipped"],
-        "parity_pass": parity.count("PASS"),
-        "parity_total": len(parity),
-        "bench_valid": bench["VALID"],
-        "bench_total": bench.total(),
+        "parity_pass": parity.count("PASS"), "parity_total": len(parity),
+        "bench_valid": bench["VALID"], "bench_total": bench.total(),
         "not_run": sum(s.status is Status.NOT_RUN for s in stages),
-    }
+    }  # fmt: skip
     failed = [s for s in stages if s.status is Status.FAIL]
     soft = ("INVALID", "UNSTABLE")
     ended = [s for s in stages if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA)]

@@ -114,11 +114,8 @@ def size(value: Any) -> str:
     """Bytes."""
     if not is_number(value):
         return "-"
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
+    power = sum(value >= 1024**n for n in (1, 2, 3))
+    return f"{value / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def is_interval(value: Any) -> bool:

@@ -75,19 +75,16 @@ def rebuild(folder: Path) -> tuple[dict[str, Any], str]:
 def check_bundle(data: dict[str, Any]) -> None:
     """TypeError, ValueError or KeyError unless `data` has the shape of RunRecord.to_bundle()."""
     like = RunRecord().to_bundle()
+    of_rows = ("tests", "parity", "bench", "metrics", "notes", "artifacts", "files")
     of_stage = ("id", "status", "reason", "argv", "env", "counts")
     whole = {name: type(x) if isinstance(x, (dict, list)) else object for name, x in like.items()}
     shape = {
-        **whole,
+        **whole, **dict.fromkeys(of_rows, [dict]), "resumed": {"*": list}, "ended_by": str,
         **{name: FACTS[name] for name in ("run_id", "profile", "scope", "env", "doctor")},
-        **dict.fromkeys(("tests", "parity", "bench", "metrics", "notes", "artifacts"), [dict]),
         **dict.fromkeys(("health", "recommend"), (dict, type(None))),
-        "ended_by": str,
         "verdict": {name: type(x) for name, x in like["verdict"].items()},
         "stages": [dict.fromkeys(of_stage, object)],
-        "resumed": {"*": list},
-        "files": [dict],
-    }
+    }  # fmt: skip
     check_shape("bundle.json", data, shape)
     for stage in data["stages"]:
         StageResult.from_json(stage)
@@ -98,8 +95,8 @@ def read_text(folder: Path, name: Any) -> str | None:
     if not isinstance(name, str) or not name:
         return None
     path = folder / name
-    with suppress(OSError, ValueError):
-        if path.resolve().is_relative_to(folder.resolve()):
+    with suppress(OSError, ValueError):  # a pipe would never end
+        if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
             return path.read_bytes().decode("utf-8", "replace")
     return None
 

@@ -43,9 +43,7 @@ def score(rows: Sequence[Mapping[str, Any]], health: Mapping[str, Any] | None) -
     """{"percent": the score or None, "cases": {case: {"us", "roofline_us"}}, "missing" and
     "unstable": {case: why}} of bench rows and the health row beside them."""
     rates = {rate: (health or {}).get(rate) for _, rate, _ in RATES}
-    cases: dict[str, dict[str, float]] = {}
-    missing: dict[str, str] = {}
-    unstable: dict[str, str] = {}
+    cases, missing, unstable = {}, {}, {}
     for case in CASES:
         row = row_of(case, rows)
         if row is None:
@@ -61,8 +59,8 @@ def score(rows: Sequence[Mapping[str, Any]], health: Mapping[str, Any] | None) -
             cases[case] = {"us": row["median_us"], "roofline_us": ideal}
             if row["status"] == "UNSTABLE":
                 unstable[case] = "; ".join(whys(row))
-    percent = None
+    found = {"percent": None, "cases": cases, "missing": missing, "unstable": unstable}
     if not missing:  # rounded, for logarithms differ in the last bit from one libm to another
         shares = [one["roofline_us"] / one["us"] for one in cases.values()]
-        percent = round(100 * statistics.geometric_mean(shares), 4)
-    return {"percent": percent, "cases": cases, "missing": missing, "unstable": unstable}
+        found["percent"] = round(100 * statistics.geometric_mean(shares), 4)
+    return found

@@ -56,9 +56,9 @@ HEALTH_LEFT += " copy_frac gemm_frac aa_worst aa_trials bf16_product_seed fp32_p
 
 def health(view: View) -> Section:
     measured, rows = view.data["health"] or {}, []
-    known = [key for key in HEALTH if key in measured]
-    skip = {*known, *HEALTH_LEFT.split()}
-    for key in [*known, *(k for k in measured if k not in skip)]:
+    for key in dict.fromkeys([*HEALTH, *(k for k in measured if k not in HEALTH_LEFT.split())]):
+        if key not in measured:
+            continue
         words, unit = HEALTH.get(key, (cell(key, 60), ""))
         value, share = measured[key], measured.get(HEALTH_SHARE.get(key, ""))
         if isinstance(value, (bool, str)) or is_number(value):
@@ -75,23 +75,21 @@ def _spent(stage: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> st
     """Where its seconds went, by bench/spent.py; of several processes the sum."""
     spent: Counter[str] = Counter()
     for row in metrics:
-        name, value = str(row.get("name")), row.get("value")
-        if row.get("stage") == stage["id"] and name.startswith("seconds/") and is_number(value):
-            spent[cell(name.partition("/")[2], 20)] += value
+        kind, _, name = str(row.get("name")).partition("/")
+        if row.get("stage") == stage["id"] and kind == "seconds" and is_number(row.get("value")):
+            spent[cell(name, 20)] += row["value"]
     return ", ".join(f"{name} {span(seconds)}" for name, seconds in spent.most_common(9))
 
 
 def stage_note(stage: Mapping[str, Any], view: View) -> str:
     """What stands beside the result of a stage."""
-    rows, text = view.rows, view.shape.text
-    parts = [] if stage["status"] == "PASS" else [cell(stage.get("reason"), text)]
+    parts = [] if stage["status"] == "PASS" else [cell(stage.get("reason"), view.shape.text)]
     counts = stage.get("counts") or {}
     if any(counts.values()):
         parts.append("tests " + counts_text(counts))
-    for kind, good in (("parity", ("PASS",)), ("bench", ("VALID",))):
-        mine = [r for r in rows[kind] if r["stage"] == stage["id"]]
-        if mine:
-            parts.append(f"{kind} {sum(r['status'] in good for r in mine)}/{len(mine)} {good[0]}")
+    for kind, good in (("parity", "PASS"), ("bench", "VALID")):
+        if mine := [r["status"] for r in view.rows[kind] if r["stage"] == stage["id"]]:
+            parts.append(f"{kind} {mine.count(good)}/{len(mine)} {good}")
     if is_number(stage.get("first_call_ms")):
         parts.append(f"first call {markdown.us(1000 * stage['first_call_ms'])}")
     if is_number(stage.get("peak_vram_mib")):
@@ -171,12 +169,12 @@ def probed(env: Mapping[str, Any]) -> list[Fold]:
     for name, values in env.items():
         text = values.get("text")
         facts = {k: v for k, v in values.items() if k != "text" and v is not None}
-        rows = [(cell(k, 80), _fact(k, v)) for k, v in facts.items()]
-        blocks: list[Any] = [Table("|", rows)] if rows else []
+        blocks: list[Any] = []
+        if facts:
+            blocks.append(Table("|", [(cell(k, 80), _fact(k, v)) for k, v in facts.items()]))
         if isinstance(text, str) and text.strip():
             blocks.append(Code(markdown.fence(markdown.clip_mid(text, 80))))
-        if blocks:
-            out.append(Fold(cell(name, 60), blocks))
+        out += [Fold(cell(name, 60), blocks)] if blocks else []
     return out
 
 
@@ -241,12 +239,12 @@ def files(view: View) -> Section:
 
 def last_words(view: View) -> list[str]:
     redaction = view.data["redaction"]
-    words = [
-        f"Redaction: best effort redaction; look at it before you post. Gate "
-        f"{cell(redaction.get('gate'), 20)}, {num(redaction.get('replacements') or 0)} "
+    gate, count = cell(redaction.get("gate"), 20), num(redaction.get("replacements") or 0)
+    more = "Every row, the environment and the plots are in `report.md` and `report.html` of the "
+    return [
+        *([f"{more}bundle."] if view.shape.issue else ()),
+        f"Redaction: best effort redaction; look at it before you post. Gate {gate}, {count} "
         "replacements, listed in redactions.json without their values.",
         "Check the bundle: `sha256sum -c SHA256SUMS` in the folder, or `python -m scripts.oneshot "
         "verify FOLDER`. The runner printed the sha256 of the archive when it packed it.",
     ]
-    more = "Every row, the environment and the plots are in `report.md` and `report.html` of the "
-    return [f"{more}bundle.", *words] if view.shape.issue else words

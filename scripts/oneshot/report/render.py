@@ -162,10 +162,9 @@ def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser(prog="oneshot render", description=__doc__.split("\n")[0])
     p.add_argument("bundle", type=Path, help="the folder of a run")
     args = p.parse_args(argv)
-    if not args.bundle.is_dir():
-        print(f"bundle must be the folder of a run, got {args.bundle}", file=sys.stderr)
-        return 2
     try:
+        if not args.bundle.is_dir():
+            raise BundleError(f"bundle must be the folder of a run, got {args.bundle}")
         notes = render(args.bundle)
     except BundleError as error:
         print(error, file=sys.stderr)
@@ -175,6 +174,5 @@ def main(argv: list[str]) -> int:
         return 1
     for note in notes:
         print(note, file=sys.stderr)
-    for name in ("report.md", "report.html"):
-        print(args.bundle / name)
+    print(args.bundle / "report.md", args.bundle / "report.html", sep="\n")
     return 0

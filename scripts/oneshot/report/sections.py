@@ -103,20 +103,15 @@ def parity(view: View) -> Section:
     if rows and not shape.issue:
         heads = "op|passed|closest to its limit|MAE|max-abs|worst row|margin|paths taken"
         every = evidence.parity_table(rows, shape, ("why",))
-        blocks += [
-            *paragraphs(ORACLE),
-            Table(heads, list(evidence.parity_ops(rows, shape))),
-            Fold(f"All {len(rows)} parity rows", [every]),
-        ]
-    if not shape.issue:
-        blocks += by_file(view)
-    return Section("Parity", blocks)
+        blocks += [*paragraphs(ORACLE), Table(heads, list(evidence.parity_ops(rows, shape)))]
+        blocks.append(Fold(f"All {len(rows)} parity rows", [every]))
+    return Section("Parity", blocks if shape.issue else [*blocks, *by_file(view)])
 
 
 def by_file(view: View) -> list[Fold]:
     """Result and time of the tests of each file; several processes have taken the files apart."""
-    in_files = [test for test in view.rows["test"] if ".py::" in str(test["nodeid"])]
-    name = lambda test: str(test["nodeid"]).partition(".py::")[0].rpartition("/")[2]
+    in_files = [test for test in view.rows["test"] if ".py::" in test["nodeid"]]
+    name = lambda test: test["nodeid"].partition(".py::")[0].rpartition("/")[2]
     rows = []
     for file, tests in sorted(grouped(in_files, name).items()):
         outcomes = Counter(str(test["outcome"]) for test in tests)

@@ -34,6 +34,7 @@ from scripts.oneshot.record.journal import Ballast, Journal, read_events, write_
 from scripts.oneshot.record.judge import Judgement, Status
 from scripts.oneshot.record.model import RunRecord, Stage, StageResult
 from scripts.oneshot.record.outputs import junit_xml, repro_script, scp_line, short_report
+from scripts.oneshot.record.reading import read_text
 from scripts.oneshot.record.redact import RULES_VERSION, Redactor
 from scripts.oneshot.report.tables import check_csvs
 from scripts.oneshot.run import supervise
@@ -75,8 +76,7 @@ class Run:
         self.started = time.monotonic()
         self.record = RunRecord()
         self.previous: tuple[RunRecord, Path] | None = None
-        self.out_of_budget = False
-        self.internal_error = False
+        self.out_of_budget = self.internal_error = False
         self.saved = False  # bundle.json says what the record says
         self._commit = self.args.commit
         self.progress = Progress(self.stages, price_per_hour=self.args.price)
@@ -345,14 +345,14 @@ class Run:
         self._start(stage, done.attempt, done.log)
         for row in rows:
             self.event("row", stage=stage.id, row=row, sync=False)
-        self._take_over_samples(folder / SAMPLES, rows)
+        self._take_over_samples(folder, rows)
         return replace(done, resumed_from=done.resumed_from or old.run_id)
 
     def _take_over_samples(self, source: Path, rows: list[dict[str, Any]]) -> None:
         """Take over the raw times behind the bench rows of a stage."""
         mine = {raw_key(r) for r in rows if r["kind"] == "bench"}
-        before = lines = (_read(self.folder / SAMPLES) or "").splitlines()
-        for line in (_read(source) or "").splitlines():
+        before = lines = (read_text(self.folder, SAMPLES) or "").splitlines()
+        for line in (read_text(source, SAMPLES) or "").splitlines():
             with suppress(ValueError, AttributeError, TypeError):
                 if raw_key(json.loads(line)) in mine and line not in lines:
                     lines = [*lines, line]
@@ -408,8 +408,8 @@ class Run:
             return
         changed = {k: now[k] for k in ("diff_sha256", "diffstat", "untracked", "source_sha256")}
         self.event("facts", git={**self.git, **changed, "dirty": True, "changed_during_run": True})
-        self.note("the sources were changed while the run was going on: nothing tells which stage "
-                  "ran with which of them")  # fmt: skip
+        unknown = "nothing tells which stage ran with which of them"
+        self.note(f"the sources were changed while the run was going on: {unknown}")
 
     def _redact(self, before: dict[str, Any] | None) -> dict[str, Any]:
         """Pass the last gate; its outcome goes into the journal and redactions.json."""
@@ -433,7 +433,7 @@ class Run:
 
     def _render(self, limit_s: float) -> None:
         """Make report.md, issue.md and the rest in a child, whose death takes nothing along."""
-        short = _read(self.folder / "report.md")
+        short = read_text(self.folder, "report.md")
         try:
             with tempfile.TemporaryFile("w+", errors="replace") as said:
                 child = _start_verb(["render", str(self.folder)], said)
@@ -454,7 +454,7 @@ class Run:
         except OSError as error:
             problem = str(error)
         what, have = "the full report was not rendered", "report.md is the short one"
-        if _read(self.folder / "report.md") != short:
+        if read_text(self.folder, "report.md") != short:
             what = "the reports are not whole"
             have = "report.md is full, but issue.md, report.html or the plots may be missing"
         self.progress.line(f"WARN  {what}: {self.redactor.text(problem)}")
@@ -481,15 +481,9 @@ class Run:
         if self.scope == "gpu" and (self.args.price or os.environ.get("SSH_CONNECTION")):
             tell(f"you are paying until you destroy the box{self.progress.cost()}")
         if not self.saved:
-            tell("bundle.json is not of this run's end: the disk is full; "
-                 "events.jsonl goes further")  # fmt: skip
+            full = "the disk is full; events.jsonl goes further"
+            tell(f"bundle.json is not of this run's end: {full}")
         tell(f"exit code {code}")
-
-
-def _read(path: Path) -> str | None:
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
-    return None
 
 
 def _where(error: Exception) -> str:
