@@ -95,8 +95,7 @@ def git_facts(
     facts: dict[str, Any] = {**dict.fromkeys(_FACTS), "source": "git"}
     git = Git(root, timeout_s)
     try:
-        top = git("rev-parse", "--show-toplevel").strip()
-        if os.path.realpath(top) != os.path.realpath(root):
+        if not os.path.samefile(git("rev-parse", "--show-toplevel").strip(), root):
             raise ProbeFailed("the sources lie inside another repository")
         facts["commit"] = git("rev-parse", "HEAD").strip()
         facts["short"] = git("rev-parse", "--short", "HEAD").strip()
@@ -141,9 +140,7 @@ def _is_output(path: Path, out: Path | None) -> bool:
     if out is None or out not in path.parents:
         return False
     first = out / path.relative_to(out).parts[0]
-    if first == path:
-        return path.suffix in (".tgz", ".lock")
-    return (first / "events.jsonl").is_file()
+    return path.suffix in (".tgz", ".lock") if first == path else (first / "events.jsonl").is_file()
 
 
 def plain_remote(url: str) -> str:

@@ -326,12 +326,10 @@ def power(b: Box) -> Said | None:
 
 
 def quiet(b: Box) -> Said | None:
-    noisy = (
-        WARN,
-        "the GPU is in use before the run starts",
-        "end other work on it; times will be noisy",
-    )
-    return {True: noisy, False: (OK, "nobody else uses the GPU")}.get(b.device.get("shared"))
+    shared, fix = b.device.get("shared"), "end other work on it; times will be noisy"
+    if shared:
+        return WARN, "the GPU is in use before the run starts", fix
+    return None if shared is None else (OK, "nobody else uses the GPU")
 
 
 def pcie(b: Box) -> Said | None:

@@ -97,6 +97,5 @@ def scp_line(environ: Mapping[str, str], path: Path) -> str | None:
         (ssh[2], ssh[3]) if len(ssh) == 4 else (None, None),
     ):
         if host and port:
-            user = environ.get("USER") or "root"
-            return f"scp -P {port} {user}@{host}:{path.resolve()} ."
+            return f"scp -P {port} {environ.get('USER') or 'root'}@{host}:{path.resolve()} ."
     return None

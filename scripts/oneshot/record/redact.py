@@ -314,9 +314,7 @@ class Redactor:
             return self.text(value)
         if isinstance(value, Mapping):
             return {self.text(str(k)): self.value(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.value(v) for v in value]
-        return value
+        return [self.value(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The environment variables that may be shown, values redacted."""

@@ -104,8 +104,7 @@ def render_page(data: Mapping[str, Any], folder: Path, plots: Plots = (), extra:
         # Our own drawing (plots.py), whose texts are escaped, without what stands before <svg>; its
         # names are its own on a page with several.
         _, tag, rest = (read_text(folder, path) or "").partition("<svg")
-        source = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>p{number}-", tag + rest)
-        drawings[path] = Markup(source)
+        drawings[path] = Markup(re.sub(r'( id="|href="#|url\(#)', rf"\g<1>p{number}-", tag + rest))
     shown = document(data, folder, Shape(), plots=plots, extra=extra)
     name = str(data["git"].get("short") or "report")
     title = f"{name} on a CPU" if data["scope"] == "cpu" else name

@@ -71,8 +71,7 @@ class Progress:
                 text += f" {self.telemetry[key]:.0f}{unit}"
         text += self.cost()
         if self.tty:
-            width = shutil.get_terminal_size().columns - 1
-            self._write("\r\x1b[K" + text[:width], live=True)
+            self._write("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1], live=True)
         else:
             self.line(text)
 

@@ -40,17 +40,14 @@ MIB_EACH = 4096  # of the host's memory for each process
 
 def default_shards() -> int:
     """Choose by cores and memory of this host; each is one busy thread, compiler or pytest."""
-    by_memory = (memory_mib() or 8192) // MIB_EACH
-    return max(1, min(MOST, usable_cores() - 1, by_memory))
+    return max(1, min(MOST, usable_cores() - 1, (memory_mib() or 8192) // MIB_EACH))
 
 
 def combined(codes: list[int]) -> int:
     """Return one exit code for all: the worst (a signal is 128 + its number), whose tests are lost,
     then a failed test, then success, then no tests."""
     odd = [c for c in codes if c not in (0, 1, 5)]
-    if odd:
-        return max(odd)
-    return next((code for code in (1, 0) if code in codes), 5)
+    return max(odd) if odd else next((code for code in (1, 0) if code in codes), 5)
 
 
 class _Share(multiprocessing.context.ForkProcess):
