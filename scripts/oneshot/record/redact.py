@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-from scripts.oneshot.record.secret_shapes import SECRETS
-from scripts.oneshot.record.shapes import LOWER, NAMES, Shape, Span
+from scripts.oneshot.record.shapes import LOWER, SHAPES, Shape, Span
 
 RULES_VERSION = 4
 
@@ -257,7 +256,7 @@ class Redactor:
             text = self._sub("url", _SSH_REMOTE, r"\1/", text)
             text = self._sub("url", _SSH_GIT, "", text)
         folded = text.translate(LOWER)
-        for shape in (*SECRETS, *NAMES):
+        for shape in SHAPES:
             needed = not shape.needs or any(map(folded.__contains__, shape.needs))
             if needed and shape.rule not in self.keep and (spans := sorted(shape.find(text))):
                 text = self._replace(text, shape, spans)
