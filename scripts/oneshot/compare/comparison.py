@@ -260,14 +260,12 @@ def environment_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]
         for key, x, y in _beside(_facts(a), _facts(b))
         if x != y
     ]
-    for name, words in (
-        ("diff_sha256", "uncommitted changes differ"),
-        ("source_sha256", "the sources differ, by their hash"),
-    ):
-        x, y = a["git"].get(name), b["git"].get(name)
-        # Only where git cannot tell the sources have a hash, so one side alone says nothing.
-        if x != y and (name == "diff_sha256" or x and y):
-            out.append(words)
+    changed = lambda name: a["git"].get(name) != b["git"].get(name)
+    if changed("diff_sha256"):
+        out.append("uncommitted changes differ")
+    # Only where git cannot tell the sources have a hash, so one side alone says nothing.
+    if changed("source_sha256") and all(one["git"].get("source_sha256") for one in (a, b)):
+        out.append("the sources differ, by their hash")
     return out
 
 
@@ -277,39 +275,34 @@ def box_of(data: Mapping[str, Any]) -> dict[str, Any]:
     if data["scope"] == "cpu":
         return {"scope": "cpu", "CPU": data["env"].get("system", {}).get("cpu")}
     driver = str(device.get("driver") or "").split(".")[0] or None
-    return {
-        "scope": data["scope"], "GPU": device.get("name"), "driver major": driver,
-        "power limit": device.get("power_limit_w"), "MIG": bool(device.get("mig")),
-    }  # fmt: skip
+    card = {"GPU": device.get("name"), "driver major": driver, "MIG": bool(device.get("mig"))}
+    return {"scope": data["scope"], **card, "power limit": device.get("power_limit_w")}
 
 
 def _proofs(a: Side, b: Side) -> tuple[list[str], list[str]]:
     """(what was right in A and is not in B, what was wrong in A and is right in B)."""
-    worse, better = [], []
-    kinds = (
-        ("parity", ("op", "case", "dtype"), "status", "PASS"),
-        ("test", ("nodeid",), "outcome", "passed"),
-    )
+    worse, better, gone = [], [], ("absent", "skipped")
     other_card = a.data["device"].get("name") != b.data["device"].get("name")
     lost: dict[tuple[str, str, str, str], list[str]] = {}  # (kind, stage, was, now): names
-    for kind, names, state, good in kinds:
-        sides = (_keyed(s.parity if kind == "parity" else s.tests, names) for s in (a, b))
+    for kind, (name, *more), state, good in (
+        ("parity", ("case", "op", "dtype"), "status", "PASS"),
+        ("test", ("nodeid",), "outcome", "passed"),
+    ):
+        sides = (_keyed(s.parity if kind == "parity" else s.tests, (name, *more)) for s in (a, b))
         for _, x, y in _beside(*sides):
             was, now = (row[state] if row else "absent" for row in (x, y))
-            name = (x or y)["case" if kind == "parity" else "nodeid"]
-            if was == now:
-                continue
-            if now in ("absent", "skipped"):
+            case = (x or y)[name]
+            if now in gone:
                 # Another card has its own reasons to skip a test.
                 expected = other_card if y else not asked_for(a, b, x["stage"])
                 if was == good and not expected:
-                    lost.setdefault((kind, x["stage"], was, now), []).append(name)
+                    lost.setdefault((kind, x["stage"], was, now), []).append(case)
                 continue
             why = "; ".join(y["why"]) if kind == "parity" else str(y.get("reason") or "")
-            text = plain(f"{kind} {name} {was} -> {now}" + (f" ({why})" if why else ""))
-            if now != good and was in (good, "absent", "skipped"):
+            text = plain(f"{kind} {case} {was} -> {now}" + (f" ({why})" if why else ""))
+            if now != good and was in (good, *gone):
                 worse.append(text)
-            elif now == good and was not in ("absent", "skipped"):
+            elif now == good and was not in (good, *gone):
                 better.append(text)
     for (kind, stage, was, now), names in lost.items():
         said = [f"{kind} {was} -> {now} {len(names)} times in {stage}, first {names[0]}"]
