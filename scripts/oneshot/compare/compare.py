@@ -1,11 +1,8 @@
 """The `compare` verb: what changed from bundle A to bundle B, and is it faster or slower.
 
-A case is FASTER or SLOWER only when the two 95 % intervals are further apart than the noise floor
-of either box (at least 1 %), its fastest and its p80 samples moved the same way, and clock cycles
-agree. SAME needs a small change between two narrow intervals. Everything else is AMBIGUOUS, with
-the reason. Times of unlike boxes are NOT_COMPARABLE; parity and status are compared all the same.
-Proof that A has and B does not is a regression, unless B was not asked for it (another profile,
---only, --skip, fewer cards).
+RULES says how a case is judged. Parity and status are compared on unlike boxes too. Proof that A
+has and B does not is a regression, unless B was not asked for it (another profile, --only, --skip,
+fewer cards).
 
 Exit code 0: nothing worse; 1: a regression of the kinds in --fail-on; 2: usage; 5: no times could
 be compared, B lacks times that it was asked for, or one of them does not pass `verify`. Nothing of

@@ -79,16 +79,15 @@ def _wrong(stage: Stage, rc: int | None, rows: list[dict[str, Any]]) -> Judgemen
     if faults := [why for r in _of(rows, "health") for why in card_faults(r)]:
         return Judgement(Status.FAIL, "; ".join(faults), "CORRUPTION")
     broke = "pytest" in stage.argv and rc not in (0, 1)
-    for kind, states, words, name in (
-        ("parity", ("FAIL",), "parity cases wrong", "PARITY"),
-        ("parity", ("INVALID",), "parity cases not proven", "PARITY"),
-        ("test", ("failed", "error"), "tests failed", "ASSERT"),
-        ("bench", ("FAILED",), "bench cases failed", "BENCH"),
+    lost = f"; and exit code {rc}: tests may be missing" if broke else ""
+    for kind, states, words, name, more in (
+        ("parity", ("FAIL",), "parity cases wrong", "PARITY", lost),
+        ("parity", ("INVALID",), "parity cases not proven", "PARITY", lost),
+        ("test", ("failed", "error"), "tests failed", "ASSERT", lost),
+        ("bench", ("FAILED",), "bench cases failed", "BENCH", ""),
     ):
         if bad := _of(rows, kind, *states):
-            lost = f"; and exit code {rc}: tests may be missing" if broke else ""
-            text = _first(bad, _of(rows, kind), words) + (lost if kind != "bench" else "")
-            return Judgement(Status.FAIL, text, name)
+            return Judgement(Status.FAIL, _first(bad, _of(rows, kind), words) + more, name)
     return None
 
 

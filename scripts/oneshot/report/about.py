@@ -203,13 +203,13 @@ def this_run(view: View) -> Section:
     if flash := (python.get("flash_attn") or data["env"].get("packages", {}).get("flash-attn")):
         versions.append(f"flash-attn {flash}")
     probe = {str(m.get("name")): m.get("value") for m in data["metrics"]}
-    source = {"torch": "torch's own", "flash_attn": "the flash-attn package"}.get(
-        str(probe.get("fa2_source"))
-    )
+    sources = {"torch": "torch's own", "flash_attn": "the flash-attn package"}
+    source = sources.get(str(probe.get("fa2_source")))
     branch = f" on {git['branch']}" if git.get("branch") else ""
     state = {True: "DIRTY", False: "clean"}.get(git.get("dirty"), "unknown whether clean")
     end = f"ended {data['ended']}" if data["ended"] else "its end was not recorded"
     price, took = data.get("price_per_hour"), data.get("monotonic_s")
+    paid = is_number(price) and is_number(took)
     rows = {
         "GPU": "none was used" if data["scope"] == "cpu" else card,
         "host": ", ".join(f"{k} {v}" for k, v in system.items() if k in ("os", "cpu", "cores")),
@@ -218,9 +218,7 @@ def this_run(view: View) -> Section:
         "FA-2": f"{source} {probe.get('fa2_version') or ''}".strip() if source else None,
         "profile": f"{data['profile']} {' '.join(map(str, data['argv']))}".strip(),
         "run": f"{data['run_id']}, started {data['started']}, {end}",
-        "cost": f"about ${price * took / 3600:.2f} at ${price:g} an hour"
-        if is_number(price) and is_number(took)
-        else None,
+        "cost": f"about ${price * took / 3600:.2f} at ${price:g} an hour" if paid else None,
     }
     table = Table("|", [(name, cell(v)) for name, v in rows.items() if v is not None])
     return Section("This run", [table], fold=True)

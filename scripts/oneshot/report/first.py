@@ -59,13 +59,11 @@ def box(view: View) -> Answer:
     blocked = any(check["level"] == "BLOCK" for check in data["doctor"])
     no_use = blocked or data["device"].get("name") is None or card_faults(data["health"])
     colour = ("bad" if no_use else "doubt") if facts else "good"
-    measured = [
-        f"{words} {num(health[key])} {unit}: **{pct(health[share])}** of this card's nominal "
-        + num(health.get(nominal, "speed"))
-        for words, key, unit, share, nominal in SHARES
-        if is_number(health.get(key)) and is_number(health.get(share))
-    ]
-    facts += measured
+    measured = False
+    for words, key, unit, share, nominal in SHARES:
+        if is_number(health.get(key)) and is_number(health.get(share)):
+            measured, of = True, f"of this card's nominal {num(health.get(nominal, 'speed'))}"
+            facts.append(f"{words} {num(health[key])} {unit}: **{pct(health[share])}** {of}")
     if is_number(kept := health.get("memory_test_mib")) and not card_faults(health):
         facts.append(
             f"{num(kept)} MiB of its memory kept {num(health.get('memory_test_patterns'))} "
@@ -107,10 +105,9 @@ def kernels(view: View) -> Answer:
     if worst and is_number(worst.get("margin")):
         near = f"{code(worst['case'], 120)}, {pct(worst['margin'])} of it"
         facts.append(f"nearest to its limit: {near}")
-    wanted = [
-        s for s in view.data["stages"] if s.get("group") == "parity" and s["status"] != "PASS"
-    ]
-    unproven = [f"{code(s['id'], 60)} {s['status']}" for s in wanted if s.get("required", True)]
+    short = [s for s in view.data["stages"] if s["status"] != "PASS" and s.get("required", True)]
+    of_kernels = [s for s in short if s.get("group") == "parity"]
+    unproven = [f"{code(s['id'], 60)} {s['status']}" for s in of_kernels]
     if unproven:
         facts.append(f"not proven: {', '.join(unproven)}")
     for status, words in (("FAIL", "wrong"), ("INVALID", "not proven")):
@@ -118,13 +115,12 @@ def kernels(view: View) -> Answer:
             wrong.append(f"{n} of {len(parity)} results are {words}")
     if failed_tests:
         wrong.append(f"{failed_tests} of {passed + failed_tests} tests failed")
-    if wrong:
-        return Answer(question, f"**No**: {' and '.join(wrong)}.", "bad", [facts])
+    answer, colour = ("As far as they ran.", "doubt") if unproven else ("Yes.", "good")
     if not parity and not passed:
-        return Answer(question, "Not proven: nothing ran.", "quiet", [facts])
-    if unproven:
-        return Answer(question, "As far as they ran.", "doubt", [facts])
-    return Answer(question, "Yes.", "good", [facts])
+        answer, colour = "Not proven: nothing ran.", "quiet"
+    if wrong:
+        answer, colour = f"**No**: {' and '.join(wrong)}.", "bad"
+    return Answer(question, answer, colour, [facts])
 
 
 def speed(view: View) -> Answer:

@@ -72,10 +72,9 @@ def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
         against = [e for e in evidence if e["L"] >= value and not e["holds"]]
         if against or not any(e["L"] >= value for e in evidence):
             lengths = ", ".join(str(e["L"]) for e in against) or "any L"
-            out["doubt"] = (
-                f"The rows of this run do not carry it alone: not every cell of L = {lengths} "
-                f"has lower bounds of {least:g}x, of {2 * least:g}x where it is UNSTABLE."
-            )
+            bounds = f"{least:g}x, of {2 * least:g}x where it is UNSTABLE"
+            text = f"not every cell of L = {lengths} has lower bounds of {bounds}"
+            out["doubt"] = f"The rows of this run do not carry it alone: {text}."
     else:
         out["text"] = f"**None: no length that was timed qualifies, so keep what is set** ({words})"
     if blocking:

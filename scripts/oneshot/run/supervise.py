@@ -289,14 +289,13 @@ class _Child:
 
     def pump_until(self, deadline: float, *, stop_counts: bool = False) -> bool:
         """Listen until the child has ended (True) or `deadline` (False)."""
-        while True:
-            if self.process.poll() is not None:
-                return True
+        while self.process.poll() is None:
             now = time.monotonic()
             if now >= deadline or (stop_counts and self.context.stop.by):
                 return False
             if not self.pump(min(0.1, deadline - now)):
                 time.sleep(0.01)
+        return True
 
     def end(self, *, hurried: bool) -> None:
         """Climb the ladder until the child is gone or has to be abandoned."""
