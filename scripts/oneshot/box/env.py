@@ -327,7 +327,6 @@ def collect(
 
 
 def as_text(env: Mapping[str, Any]) -> str:
-    """Return env.json as text for human eyes."""
     fact = lambda key, value: f"{key:24} {'-' if value is None else value}"
     lines = []
     for section, values in env.items():

@@ -174,5 +174,4 @@ class XidListener(Background):
                 nv.nvmlEventSetFree(events)
 
     def take(self) -> list[Xid]:
-        """Return what was reported since the last call."""
         return [self._seen.popleft() for _ in range(len(self._seen))]

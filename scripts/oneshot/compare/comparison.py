@@ -54,8 +54,6 @@ class Side:
 
 @dataclass(frozen=True)
 class Cell:
-    """The judgement of one bench case."""
-
     case: str
     verdict: str
     why: str
@@ -243,7 +241,6 @@ def judge_cells(a: Side, b: Side, floor: float, incomparable: Sequence[str]) -> 
 
 
 def _facts(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The environment of a run as flat facts."""
     out = {f"device {k}": v for k, v in data["device"].items()}
     for section in SECTIONS:
         before = "" if section == "variables" else f"{section} "

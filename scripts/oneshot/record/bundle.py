@@ -92,7 +92,6 @@ def renew_sums(folder: Path, names: Iterable[str]) -> None:
 
 
 def archive(folder: Path) -> Path:
-    """Where the archive of `folder` lies: beside it."""
     return folder.with_name(folder.name + ".tgz")
 
 

@@ -51,7 +51,6 @@ class StageLog:
             self._file = open(path, "w", encoding="utf-8", errors="replace", newline="\n")
 
     def feed(self, data: bytes) -> None:
-        """Take output in, in pieces of any size."""
         *lines, rest = _NEWLINE.split(self._decoder.decode(data))
         for part in lines:
             self._extend(part)
@@ -104,7 +103,6 @@ class StageLog:
         self.lost_to_disk += 1
 
     def note(self, text: str) -> None:
-        """A line of our own, marked as such."""
         if self._partial:
             self._finish_line()
         self._write_line(f"[supervisor] {text}")

@@ -87,7 +87,6 @@ def us_ci(median: Any, ci: Any) -> str:
 
 
 def pct(value: Any, digits: int = 0) -> str:
-    """A share as per cent."""
     return f"{100 * value:.{digits}f} %" if is_number(value) else "-"
 
 
@@ -101,7 +100,6 @@ def num(value: Any) -> str:
 
 
 def span(seconds: Any) -> str:
-    """A duration."""
     if not is_number(seconds):
         return "-"
     if seconds < 60:
@@ -111,7 +109,6 @@ def span(seconds: Any) -> str:
 
 
 def size(value: Any) -> str:
-    """Bytes."""
     if not is_number(value):
         return "-"
     power = sum(value >= 1024**n for n in (1, 2, 3))

@@ -92,7 +92,6 @@ class Stage:
         return self
 
     def planned(self) -> dict[str, Any]:
-        """The stage as the journal's plan has it."""
         names = (*PLANNED, "gpus") if self.gpus else PLANNED
         return {name: getattr(self, name) for name in names}
 

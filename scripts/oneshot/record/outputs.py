@@ -12,7 +12,6 @@ from scripts.oneshot.record.capture import plain
 
 
 def junit_xml(stage: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The test rows of a stage as JUnit XML."""
     bad = sum(r["outcome"] in ("failed", "error") for r in rows)
     skipped = sum(r["outcome"] == "skipped" for r in rows)
     counts = {"tests": str(len(rows)), "failures": str(bad), "skipped": str(skipped)}

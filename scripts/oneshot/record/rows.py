@@ -130,7 +130,6 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[A
 
 
 def test_counts(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How many test rows ended which way."""
     counts = Counter(row["outcome"] for row in rows if row["kind"] == "test")
     return {outcome: counts[outcome] for outcome in OUTCOMES}
 

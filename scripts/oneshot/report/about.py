@@ -164,7 +164,6 @@ def _fact(name: str, value: Any) -> str:
 
 
 def probed(env: Mapping[str, Any]) -> list[Fold]:
-    """A fold for each section of the captured environment."""
     out = []
     for name, values in env.items():
         text = values.get("text")

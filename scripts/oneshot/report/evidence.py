@@ -187,7 +187,6 @@ def tokens(count: float) -> str:
 
 
 def bar(row: Mapping[str, Any], floor: float | None, more: str = "") -> Bar:
-    """One row of `headline` as a pair of bars."""
     ours, base, S = row["median_us"], row["base_median_us"], tokens(row["S"])
     if row.get("bench") == "prefill":
         way = {"fwd": ", forward", "bwd": ", backward"}.get(str(row.get("direction")), "")

@@ -46,7 +46,6 @@ def _count(items: Sequence[Any], word: str) -> str:
 
 
 def answers(view: View) -> list[Answer]:
-    """The first screen."""
     return [make(view) for make in (box, kernels, speed, to_set, failed)]
 
 

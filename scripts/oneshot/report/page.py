@@ -64,7 +64,6 @@ def colour(word: Any) -> str:
 
 
 def status(value: Any) -> Markup:
-    """A status as a coloured word."""
     return Markup('<b class="%s">%s</b>') % (colour(value), str(value))
 
 

@@ -63,7 +63,6 @@ the stage `decode_serving`, or by `bench/bench_decode.py --preset serving`.
 
 
 def _legend(view: View) -> Fold:
-    """How the tables of times are read."""
     bench = view.rows["bench"]
     timers = [(r["cache"], r["timer"]) for r in bench if r.get("cache") and r.get("timer")]
     clocks = "; ".join(dict.fromkeys(f"{cache}, {timer}" for cache, timer in timers))

@@ -65,7 +65,6 @@ class Lock:
 
 
 def gpu_lock(uuid: str) -> Lock:
-    """Return the machine-wide lock of one physical GPU."""
     digest = hashlib.sha256(uuid.encode()).hexdigest()[:16]
     folder = LOCKS if os.access(LOCKS, os.W_OK) else Path(tempfile.gettempdir())
     return Lock(folder / f"nsa-gpu-{digest}.lock", "the GPU")

@@ -487,7 +487,6 @@ class Run:
 
 
 def _where(error: Exception) -> str:
-    """Return an exception and the line that raised it as text."""
     at = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
 

@@ -96,14 +96,12 @@ SEL_RANGES = _stage(
 
 
 def _summary(table: str, *seconds: float) -> Stage:
-    """Make the stage that sums up what the decode bench wrote into `table`."""
     command, files = "bench/summarize_decode_csv.py {out}/" + table, ("decode_summary.txt",)
     fields = {"needs": (table,), "outputs": files, "group": "bench"}
     return _stage("decode_summary", "Decode summary", "output", command, *seconds, **fields)
 
 
 def _gpu(profile: str) -> list[Stage]:
-    """Return all stages in the order in which they run."""
     stages = [*_of_every_profile(profile), THRESHOLD]
     if profile == "full":
         stages[-1:] = [*PREFILL_SIZES, *FA2, THRESHOLD, SEL_RANGES, *DECODE, FUZZ, *SELECTION]

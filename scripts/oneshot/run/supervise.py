@@ -83,8 +83,6 @@ class Stop:
 
 @dataclass
 class Context:
-    """What all stages of a run share."""
-
     python: str
     root: Path
     out: Path
@@ -110,7 +108,6 @@ class Started:
     go: int | None = None
 
     def drop(self) -> None:
-        """End a process that is not wanted."""
         self.process.kill()
         self.process.wait()
         self.process.stdout.close()
@@ -170,7 +167,6 @@ def start_ahead(context: Context, stages: Iterable[Stage]) -> None:
 
 
 def end_waiting(context: Context) -> None:
-    """End what was started ahead and not wanted."""
     while context.waiting:
         context.waiting.popitem()[1].drop()
 
@@ -343,7 +339,6 @@ def result_of(stage: Stage, judgement: Judgement, **fields: Any) -> StageResult:
 
 
 def not_run(stage: Stage, status: Status, reason: str, kind: str | None = None) -> StageResult:
-    """Return the result of a stage that was never started."""
     return result_of(stage, Judgement(status, reason, kind), timeout_s=stage.timeout_s)
 
 
