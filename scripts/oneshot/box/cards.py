@@ -81,10 +81,8 @@ def select(text: str, gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, s
 
 def visible(cards: Sequence[Card]) -> dict[str, str]:
     """Return the variables under which a process sees exactly these cards."""
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(str(c.index) for c in cards),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    }
+    numbers = ",".join(str(card.index) for card in cards)
+    return {"CUDA_VISIBLE_DEVICES": numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def good(cards: Sequence[Card]) -> list[Card]:
@@ -113,17 +111,14 @@ def _together(cards: Sequence[Card], profile: str) -> list[Stage]:
     count, env = len(cards), {"NCCL_NVLS_ENABLE": "0"}
     on_triton = {**env, "NSA_USE_TRITON_SEL": "1"}
     lengths = {"quick": (32768,), "standard": (65536,)}.get(profile, (65536, 262144))
+    limit = 900 if len(lengths) > 1 else 300
     title = f"NCCL bandwidth between {count} GPUs"
     found = [(count, bench("nccl", title, "nccl", "", 180, estimate_s=25, env=env))]
     for n in sorted({2, count}):
-        step = 2 * n * 16
-        sizes = ",".join(str(s // step * step) for s in lengths)
-        one = bench(
-            f"context_parallel_{n}", f"Context parallelism: one sequence over {n} GPUs",
-            "bench_context_parallel", f"--S_list {sizes}", 900 if len(lengths) > 1 else 300,
-            estimate_s=60, env=on_triton,
-        )  # fmt: skip
-        found.append((n, one))
+        sizes = "--S_list " + ",".join(str(s // (32 * n) * 32 * n) for s in lengths)
+        what = (f"context_parallel_{n}", f"Context parallelism: one sequence over {n} GPUs")
+        how = dict(estimate_s=60, env=on_triton)
+        found.append((n, bench(*what, "bench_context_parallel", sizes, limit, **how)))
     ranks = ("{python}", "-m", "scripts.oneshot.run.ranks", "-n")
     return [_on(one, cards[:n], argv=(*ranks, str(n), *one.argv[1:])) for n, one in found]
 
@@ -133,11 +128,10 @@ def expand(stages: Sequence[Stage], cards: Sequence[Card], profile: str) -> list
     if len(cards) < 2:
         return list(stages)
     usable = good(cards) or list(cards)
-    first = usable[0]
-    out = [_on(s, [first]) if s.gpu else s for s in stages]
+    out = [_on(s, usable[:1]) if s.gpu else s for s in stages]
     own = [s for s in stages if s.gpu and s.id in PER_CARD]
     own.sort(key=lambda s: PER_CARD.index(s.id))
-    copies = [_own(s, card) for card in cards if card is not first for s in own]
+    copies = [_own(s, card) for card in cards if card is not usable[0] for s in own]
     at = max((i for i, s in enumerate(stages) if s in own), default=-1) + 1
     late = next((i for i, s in enumerate(out) if i >= at and s.group == "train"), len(out))
     both = _together(usable, profile) if len(usable) > 1 else []

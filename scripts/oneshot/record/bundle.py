@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import itertools
 import os
 import shutil
 import tarfile
@@ -27,11 +28,8 @@ def previous_runs(folder: Path) -> list[Path]:
 
 def free_name(path: Path) -> Path:
     """`path`, or where that is taken the first of path-2, path-3, ... that is not."""
-    candidate, n = path, 1
-    while candidate.exists():
-        n += 1
-        candidate = path.with_name(f"{path.stem}-{n}{path.suffix}")
-    return candidate
+    others = (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in itertools.count(2))
+    return next(one for one in itertools.chain([path], others) if not one.exists())
 
 
 def set_aside(folder: Path, run_id: str | None) -> Path | None:

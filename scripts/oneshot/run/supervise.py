@@ -56,9 +56,7 @@ class Stop:
         self.by: str | None = None
         self.other: str | None = None  # the signal that was taken for SIGTERM
         self.at = 0.0
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
         return self._read
