@@ -17,7 +17,7 @@ from typing import Any
 
 from scripts.oneshot.box.processes import usable_cores
 from scripts.oneshot.record.journal import dumps, utc_now
-from scripts.oneshot.record.redact import ALLOWED_VARIABLES, SECRET_NAME
+from scripts.oneshot.record.redact import may_be_shown
 from scripts.oneshot.streams import last_answer
 
 _SMI_FIELDS = {
@@ -286,10 +286,7 @@ def fingerprint(
 ) -> str:  # fmt: skip
     """Hash what must be equal where times and results of an earlier run are taken over: this box
     (`gpus` of nvidia-smi, the model of its `cpu`), with the same software and variables."""
-    flags = {
-        k: v for k, v in environ.items()
-        if ALLOWED_VARIABLES.fullmatch(k) and not SECRET_NAME.search(k) and k not in _NO_RESULT
-    }  # fmt: skip
+    flags = {k: v for k, v in environ.items() if may_be_shown(k) and k not in _NO_RESULT}
     parts = [
         [[gpu.get(k) for k in ("uuid", "pci", "mig")] for gpu in gpus], cpu,
         [device.get(k) for k in ("name", "driver", "power_limit_w")],

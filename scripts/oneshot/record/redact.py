@@ -35,9 +35,7 @@ ALLOWED_VARIABLES = re.compile(
     r"(NSA|CUDA|TORCH|PYTORCH|TRITON|FLASH|NCCL|OMP)_\w+|MAX_JOBS|LD_LIBRARY_PATH|LD_PRELOAD"
     r"|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX"
 )
-SECRET_NAME = re.compile(
-    r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|WEBHOOK", re.IGNORECASE
-)
+SECRET_NAME = re.compile(r"(?i)KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|WEBHOOK")
 _NOT_SECRET = frozenset(
     "PWD OLDPWD XDG_SESSION_TYPE XDG_SESSION_CLASS XDG_SESSION_DESKTOP SSH_AUTH_SOCK"
     " DESKTOP_SESSION SESSION_MANAGER TOKENIZERS_PARALLELISM".split()
@@ -135,10 +133,9 @@ def _forms(secret: str) -> set[str]:
     return {form.translate(LOWER) for form in forms if len(form) >= 8}
 
 
-def _origin(starts: list[tuple[int, int]], index: int) -> int:
-    """Where the character stands in the whole text that is at `index` without line breaks."""
-    left, first = starts[bisect.bisect_right(starts, (index, sys.maxsize)) - 1]
-    return first + index - left
+def may_be_shown(name: str) -> bool:
+    """May the value of the environment variable `name` stand in a bundle?"""
+    return bool(ALLOWED_VARIABLES.fullmatch(name)) and not SECRET_NAME.search(name)
 
 
 class Redactor:
@@ -274,17 +271,20 @@ class Redactor:
             starts.append((starts[-1][0] + begin - at, end))
             at = end
         folded = "".join([*parts, text[at:]]).translate(LOWER)
+
+        def origin(index: int) -> int:
+            """Where the character at `index` of `folded` stands in `text`."""
+            left, first = starts[bisect.bisect_right(starts, (index, sys.maxsize)) - 1]
+            return first + index - left
+
         hits = []
         for form, placeholder in self._secrets.items():
-            found = folded.find(form)
-            while found >= 0:
-                hits.append((found, found + len(form), placeholder))
-                found = folded.find(form, found + len(form))
+            if form in folded:
+                hits += [(*m.span(), placeholder) for m in re.finditer(re.escape(form), folded)]
         first = len(folded)
         for begin, end, placeholder in sorted(hits, reverse=True):
             if end <= first:  # the forms of a secret may overlap
-                left, right = _origin(starts, begin), _origin(starts, end - 1) + 1
-                text = text[:left] + placeholder + text[right:]
+                text = text[: origin(begin)] + placeholder + text[origin(end - 1) + 1 :]
                 self.counts["env_secret"] += 1
                 first = begin
         return text
@@ -317,8 +317,4 @@ class Redactor:
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The environment variables that may be shown, values redacted."""
-        return {
-            name: self.text(value)
-            for name, value in sorted(environ.items())
-            if ALLOWED_VARIABLES.fullmatch(name) and not SECRET_NAME.search(name)
-        }
+        return {n: self.text(value) for n, value in sorted(environ.items()) if may_be_shown(n)}

@@ -118,10 +118,9 @@ def speedup_text(row: Mapping[str, Any], floor: float | None) -> tuple[bool, str
     ratio, ci = row.get("speedup"), row.get("speedup_ci95")
     if not is_number(ratio):
         return False, ""
-    limit = ASSUMED_FLOOR if floor is None else floor
     if not is_interval(ci):
         return True, f"{NO_DIFFERENCE}: no interval"
-    if abs(ratio - 1) <= limit or ci[0] <= 1 <= ci[1]:
+    if abs(ratio - 1) <= (ASSUMED_FLOOR if floor is None else floor) or ci[0] <= 1 <= ci[1]:
         return True, NO_DIFFERENCE
     return False, f"{ratio:.2f}x [{ci[0]:.2f}, {ci[1]:.2f}]"
 

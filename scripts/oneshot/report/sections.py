@@ -138,12 +138,12 @@ def training(view: View) -> Section:
         return Section("Training showcase", [])
     mine = [m for m in view.data["metrics"] if m.get("stage") == stage["id"]]
     metrics = {str(m.get("name")): (m.get("value"), m.get("unit")) for m in mine}
-    value = lambda name: num(metrics.get(name, (None,))[0])
+    first, last, rate = (
+        num(metrics.get(name, (None,))[0]) for name in ("loss_first", "loss_last", "steps_per_s")
+    )
     why = f": {cell(stage.get('reason'))}" if stage["status"] != "PASS" else ""
-    text = f"{stage['status']}{why}."
-    if value("loss_first") != "-":
-        text += f" Loss {value('loss_first')} → {value('loss_last')},"
-        text += f" {value('steps_per_s')} steps/s."
+    loss = f" Loss {first} → {last}, {rate} steps/s." if first != "-" else ""
+    text = f"{stage['status']}{why}.{loss}"
     curve = losses(view.folder)
     spark = sparkline([loss for _, loss, _ in curve])
     reason = lambda r: f": {cell(r['reason'])}" if r.get("reason") else ""

@@ -19,7 +19,7 @@ from scripts.oneshot.record.capture import StageLog, cause_of
 from scripts.oneshot.record.journal import utc_now
 from scripts.oneshot.record.judge import Judgement, Status, judge
 from scripts.oneshot.record.model import Stage, StageResult
-from scripts.oneshot.record.redact import ALLOWED_VARIABLES, SECRET_NAME, Redactor
+from scripts.oneshot.record.redact import SECRET_NAME, Redactor, may_be_shown
 from scripts.oneshot.record.rows import RowError, parse_row, test_counts
 
 ROW_CAP_BYTES = 1024 * 1024
@@ -115,13 +115,9 @@ class Started:
 
 def child_environment(environ: Mapping[str, str], stage: Stage, tag: str) -> dict[str, str]:
     """Return the environment of a stage: no secret of the user's shell gets in."""
-    env = {
-        name: value
-        for name, value in environ.items()
-        if (name in _PASSED_ON or name.startswith("LC_") or ALLOWED_VARIABLES.fullmatch(name))
-        and not SECRET_NAME.search(name)
-    }
-    env.pop("NSA_COMMIT", None)
+    passed_on = lambda name: name in _PASSED_ON or name.startswith("LC_")
+    known = {n: value for n, value in environ.items() if passed_on(n) or may_be_shown(n)}
+    env = {n: v for n, v in known.items() if not SECRET_NAME.search(n) and n != "NSA_COMMIT"}
     if stage.side_by_side:  # before PyTorch is imported, see shards.py
         env.setdefault("OMP_NUM_THREADS", "1")
     return {**env, **_ALWAYS, **stage.env, TAG: tag}
