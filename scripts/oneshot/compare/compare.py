@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from scripts.oneshot.compare import comparison
 from scripts.oneshot.compare.comparison import Cell, Comparison, aligned, compare
@@ -37,13 +39,16 @@ RULES = """How a case is judged (floor = the larger noise floor of A and B, at l
   NOT_COMPARABLE another GPU, power limit, major driver version, timer or cache mode (--force)"""
 
 
-def _change(c: Cell) -> str:
-    if c.change is None:
-        return "-"
-    text = f"{100 * c.change:+.1f} %"
-    if c.change_ci:
-        text += f" [{100 * c.change_ci[0]:+.1f}, {100 * c.change_ci[1]:+.1f}]"
-    return text
+def _rows(cells: list[Cell], case: Callable[[str], str], why: Callable[[str], str]) -> list[Any]:
+    """The cells as rows of a table; `case` and `why` make their texts fit for it."""
+    rows = []
+    for c in cells:
+        change = "-" if c.change is None else f"{100 * c.change:+.1f} %"
+        if c.change is not None and c.change_ci:
+            change += f" [{100 * c.change_ci[0]:+.1f}, {100 * c.change_ci[1]:+.1f}]"
+        times = us_ci(c.a_us, c.a_ci), us_ci(c.b_us, c.b_ci)
+        rows.append((case(c.case), *times, change, c.verdict, why(c.why)))
+    return rows
 
 
 def summary(result: Comparison) -> str:
@@ -72,13 +77,8 @@ def as_text(result: Comparison, code_: int, explain: bool) -> str:
     if explain:
         out += ["", RULES, f"  floor here     {100 * result.floor:.1f} %", ""]
     if result.cells:
-        rows = [("case", "A [95 % CI]", "B [95 % CI]", "change", "verdict", "why")]
-        rows += [
-            (plain(c.case), us_ci(c.a_us, c.a_ci), us_ci(c.b_us, c.b_ci), _change(c), c.verdict,
-             plain(c.why))
-            for c in result.cells
-        ]  # fmt: skip
-        out += aligned(rows)
+        heads = ("case", "A [95 % CI]", "B [95 % CI]", "change", "verdict", "why")
+        out += aligned([heads, *_rows(result.cells, plain, plain)])
     out.append(f"summary  {summary(result)}  exit {code_}")
     return "\n".join(out)
 
@@ -95,13 +95,9 @@ def as_markdown(result: Comparison, code_: int, explain: bool) -> str:
         if lines:
             out += ["", f"### {title}", "", *(f"- {cell(line)}" for line in _first(lines))]
     if result.cells:
-        out += ["", "### Times", "", "| case | A | B | change | verdict | why |",
-                "|---|---|---|---|---|---|"]  # fmt: skip
-        out += [
-            f"| {code(c.case)} | {us_ci(c.a_us, c.a_ci)} | {us_ci(c.b_us, c.b_ci)} | {_change(c)} "
-            f"| {c.verdict} | {cell(c.why)} |"
-            for c in result.cells
-        ]
+        heads = ["| case | A | B | change | verdict | why |", "|---|---|---|---|---|---|"]
+        rows = [f"| {' | '.join(row)} |" for row in _rows(result.cells, code, cell)]
+        out += ["", "### Times", "", *heads, *rows]
     if explain:
         out += ["", "```text", RULES, "```"]
     return "\n".join(out)
