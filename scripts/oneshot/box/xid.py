@@ -114,7 +114,7 @@ class Telemetry(Background):
         while self.first_mib is not None and self.is_alive():
             used = self.last.get("mem_used_mib")
             if used is None or used <= self.first_mib + 512:
-                return True
+                break
             if time.monotonic() >= deadline:
                 return False
             time.sleep(PERIOD_S)

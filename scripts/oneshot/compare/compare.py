@@ -23,7 +23,7 @@ from scripts.oneshot.compare import comparison
 from scripts.oneshot.compare.comparison import Cell, Comparison, aligned, compare
 from scripts.oneshot.compare.verify import verified
 from scripts.oneshot.record.capture import plain
-from scripts.oneshot.record.markdown import cell, code, us_ci
+from scripts.oneshot.record.markdown import cell, code, us
 from scripts.oneshot.record.reading import BundleError
 
 FAIL_ON = ("slower", "parity", "ambiguous")
@@ -46,7 +46,7 @@ def _rows(cells: list[Cell], case: Callable[[str], str], why: Callable[[str], st
         change = "-" if c.change is None else f"{100 * c.change:+.1f} %"
         if c.change is not None and c.change_ci:
             change += f" [{100 * c.change_ci[0]:+.1f}, {100 * c.change_ci[1]:+.1f}]"
-        times = us_ci(c.a_us, c.a_ci), us_ci(c.b_us, c.b_ci)
+        times = us(c.a_us, c.a_ci), us(c.b_us, c.b_ci)
         rows.append((case(c.case), *times, change, c.verdict, why(c.why)))
     return rows
 

@@ -81,13 +81,12 @@ def main(argv: list[str]) -> int:
     except BundleError as error:
         say(plain(str(error))[:500])
         return EXIT_USAGE
-    if problems:
-        say(plain(f"{args.bundle} does not verify: {problems[0]}")[:500])
-        return EXIT_NOT_COMPARABLE
     rows = held_to_rules(data["bench"], "bench")[0]
     kept = [r for r in rows if r["status"] in ("VALID", "FAILED") and r.get("bench") != "nccl"]
-    if not kept:
-        say(f"{args.bundle} has no VALID or FAILED row of a kernel")
+    if problems or not kept:
+        lacks = "has no VALID or FAILED row of a kernel"
+        why = f"does not verify: {problems[0]}" if problems else lacks
+        say(plain(f"{args.bundle} {why}")[:500])
         return EXIT_NOT_COMPARABLE
     try:
         write_atomic(args.trace, "".join(dumps(trace(row, data)) + "\n" for row in kept))

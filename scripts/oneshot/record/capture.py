@@ -59,8 +59,7 @@ class StageLog:
 
     def _extend(self, text: str) -> None:
         self._partial += text
-        over = max(0, len(self._partial) - LINE_CAP)
-        if over:
+        if (over := len(self._partial) - LINE_CAP) > 0:
             self._cut += over
             self._partial = self._partial[: LINE_CAP // 2] + self._partial[LINE_CAP // 2 + over :]
 

@@ -69,21 +69,16 @@ def clip_mid(value: Any, lines: int = 15, source: str | None = None) -> str:
     return "\n".join([*rows[:head], mark, *rows[len(rows) - (lines - 1 - head) :]])
 
 
-def us(value: Any) -> str:
-    """Microseconds, in ms from 1000 on."""
+def us(value: Any, ci: Any = None) -> str:
+    """Microseconds, in ms from 1000 on; with an interval `41.2 [41.0, 41.5] us`."""
     if not is_number(value):
         return "-"
-    return f"{value / 1000:.4g} ms" if abs(value) >= 1000 else f"{value:.4g} us"
+    scale, unit = (1000, "ms") if abs(value) >= 1000 else (1, "us")
+    ends = f" [{ci[0] / scale:.4g}, {ci[1] / scale:.4g}]" if is_interval(ci) else ""
+    return f"{value / scale:.4g}{ends} {unit}"
 
 
-def us_ci(median: Any, ci: Any) -> str:
-    """`41.2 [41.0, 41.5] us`."""
-    if not is_number(median):
-        return "-"
-    if not is_interval(ci):
-        return us(median)
-    scale, unit = (1000, "ms") if abs(median) >= 1000 else (1, "us")
-    return f"{median / scale:.4g} [{ci[0] / scale:.4g}, {ci[1] / scale:.4g}] {unit}"
+us_ci = us  # where there is an interval
 
 
 def pct(value: Any, digits: int = 0) -> str:

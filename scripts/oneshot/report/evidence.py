@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from scripts.oneshot.record.markdown import cell, code, is_interval, num, pct, us, us_ci
+from scripts.oneshot.record.markdown import cell, code, is_interval, num, pct, us
 from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
 from scripts.oneshot.report.blocks import Bar, Head, Shape, Table, View
 
@@ -75,7 +75,7 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
         path += f" (limit {num(limit)})" if is_number(limit) else ""
     peak = [pct(row["peak_frac"])] if is_number(row.get("peak_frac")) else []
     peak += [cell(row["bound"], 20)] if peak and row.get("bound") else []
-    time, ratio = us_ci(row["median_us"], row.get("ci95_us")), speedup_text(row, floor)[1]
+    time, ratio = us(row["median_us"], row.get("ci95_us")), speedup_text(row, floor)[1]
     told = cell("; ".join(notes), text) if notes else ""
     view.update(time=time, speedup=ratio, baseline=" ".join(base), path=path)
     return {**view, "ceiling": " ".join(peak), "notes": told}

@@ -57,11 +57,11 @@ class Lock:
         self._fd = fd
 
     def release(self) -> None:
-        if self._fd is not None:
-            with suppress(OSError):
-                os.ftruncate(self._fd, 0)
-                os.close(self._fd)
-            self._fd = None
+        fd, self._fd = self._fd, None
+        with suppress(OSError):
+            if fd is not None:
+                os.ftruncate(fd, 0)
+                os.close(fd)
 
 
 def gpu_lock(uuid: str) -> Lock:
