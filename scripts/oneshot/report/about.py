@@ -31,17 +31,15 @@ HEALTH = {  # key: (words, unit)
     "gemm_sustained_tflops": ("bf16 matmul, after half a second", "TFLOP/s"),
     "gemm_nominal_tflops": ("bf16 matmul, nominal", "TFLOP/s"),
     "pcie": ("PCIe, as far as card and slot go", ""),
-    "pcie_gbs_nominal": ("host to device, nominal", "GB/s"),
-    "throttled": ("throttled", ""),
-    "power_w": ("power, median", "W"),
-    "power_limit_w": ("power limit", "W"),
+    "pcie_gbs_nominal": ("host to device, nominal", "GB/s"), "throttled": ("throttled", ""),
+    "power_w": ("power, median", "W"), "power_limit_w": ("power limit", "W"),
     "power_default_w": ("power limit by default", "W"),
     "ecc_uncorrected": ("uncorrected ECC errors", ""),
     "memory_used_by_others_mib": ("memory that others use", "MiB"),
     "memory_test_mib": ("memory that was written and read back", "MiB"),
     "memory_test_patterns": ("patterns it was written with", ""),
     "memory_wrong_words": ("words that came back wrong", ""),
-}
+}  # fmt: skip
 for _dtype in ("bf16", "fp32"):
     HEALTH |= {
         f"{_dtype}_product_repeats": (f"{_dtype} matmul made again", "times"),

@@ -17,16 +17,11 @@ from scripts.oneshot.report.blocks import Bar, Head, Shape, Table, View
 ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where it did not run
 NO_DIFFERENCE = "no difference measurable"
 BENCHES = {  # `bench` of the row: heading, in the order of the report
-    "prefill": "Prefill",
-    "decode": "Decode",
-    "decode_graph": "Decode step as a CUDA graph",
-    "decode_module": "Decode, the layer's whole step",
-    "decode_branch": "Decode, one branch alone",
-    "sel": "Selection",
-    "fa2": "FlashAttention-2",
-    "nccl": "NCCL between GPUs",
+    "prefill": "Prefill", "decode": "Decode", "decode_graph": "Decode step as a CUDA graph",
+    "decode_module": "Decode, the layer's whole step", "decode_branch": "Decode, one branch alone",
+    "sel": "Selection", "fa2": "FlashAttention-2", "nccl": "NCCL between GPUs",
     "context_parallel": "Context parallelism",
-}
+}  # fmt: skip
 APART = ("sel", "fa2")  # benches of single calls; they have sections of their own
 TOY_WIDTH = 1024  # a model narrower than this is none that anybody serves
 # (words, the columns that may hold it) of the problem that a table's rows measured.
