@@ -24,11 +24,9 @@ NO_SECRET = re.compile(
 
 @dataclass(frozen=True)
 class Shape:
-    """One kind of private text.
-
-    placeholder: what takes its place; the name of a kind, without brackets, is numbered.
-    needs: in lower case; a text that holds none of these is not searched. find: spans in a text.
-    """
+    """One kind of private text. placeholder: what takes its place; the name of a kind, without
+    brackets, is numbered. needs: in lower case; a text that holds none of these is not searched.
+    find: spans in a text."""
 
     rule: str
     placeholder: str
@@ -56,12 +54,10 @@ _HEX_KEY = re.compile(
 
 
 def looks_random(text: str) -> bool:
-    """Was `text` drawn from letters of both cases and digits, as most keys are?
-
-    Of two neighbours drawn so six in ten are of unlike class, and an upper-case letter is followed
-    by another as often as by a lower-case one; in names of kernels and classes it begins a word.
-    Mangled names of C++ are known by what stands before them.
-    """
+    """Was `text` drawn from letters of both cases and digits, as most keys are? Of two neighbours
+    drawn so six in ten are of unlike class, and an upper-case letter is followed by another as
+    often as by a lower-case one; in names of kernels and classes it begins a word. Mangled names of
+    C++ are known by what stands before them."""
     classes = "".join("9" if c.isdigit() else "A" if c.isupper() else "a" for c in text)
     upper = classes.count("A")
     changes = sum(a != b for a, b in zip(classes, classes[1:], strict=False))
@@ -367,12 +363,10 @@ _WORDS = {
 
 
 def _shapes(table: str) -> list[Shape]:
-    """Return the shapes of a table, in which {NAME} stands for _WORDS["NAME"].
-
-    A line "rule -> placeholder" begins the shapes of a rule. Below it stands each shape as
-    "needs :: pattern", its needs separated by blanks, or "any"; a pattern goes on in the lines that
-    are indented further.
-    """
+    """Return the shapes of a table, in which {NAME} stands for _WORDS["NAME"]. A line "rule ->
+    placeholder" begins the shapes of a rule. Below it stands each shape as "needs :: pattern", its
+    needs separated by blanks, or "any"; a pattern goes on in the lines that are indented
+    further."""
     for name, word in _WORDS.items():
         table = table.replace(f"{{{name}}}", word)
     found = []
