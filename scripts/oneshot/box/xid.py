@@ -48,8 +48,7 @@ DOUBLE_BIT = 48
 
 
 class Background(threading.Thread):
-    """A daemon thread that asks NVML of one GPU until it is stopped. Where that fails it ends
-    quietly, for nothing may be decided from it, and `problem` says why."""
+    """A daemon thread that asks NVML of one GPU; where that fails, `problem` says why."""
 
     def __init__(self, uuid: str | None) -> None:
         super().__init__(daemon=True)

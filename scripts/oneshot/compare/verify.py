@@ -156,8 +156,7 @@ def check_cards(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_dates(data: Mapping[str, Any]) -> Iterator[str]:
-    """A run does not lie in the future, beyond what clocks of two boxes may differ by, and does not
-    end before it began."""
+    """A run does not lie in the future, beyond what clocks differ by, and ends after it began."""
     dates = {name: parse_date(data.get(name)) for name in ("started", "ended")}
     for stage in data["stages"]:
         dates[f"stage {stage['id']}"] = parse_date(stage.get("started"))
@@ -209,8 +208,7 @@ def check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _contradictions(row: Mapping[str, Any]) -> Iterator[str]:
-    """Which times of a row cannot be of the same samples, and which of its numbers are not what its
-    other ones give."""
+    """Which numbers of a row cannot be of the same samples, or are not what its others give."""
     for name in ("median_us", "base_median_us", "speedup"):
         value = row.get(name)
         ci = row.get("speedup_ci95" if name == "speedup" else name.replace("median", "ci95"))

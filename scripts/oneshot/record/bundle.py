@@ -78,8 +78,7 @@ def write_sums(folder: Path) -> None:
 
 
 def renew_sums(folder: Path, names: Iterable[str]) -> None:
-    """The sums of the files `names` anew, those of all others as they stand; nothing without
-    SHA256SUMS. For a report that is rendered again."""
+    """The sums of `names` anew and all others as they are, for a report that is made again."""
     path = folder / SUMS
     if not path.is_file():
         return

@@ -82,8 +82,7 @@ class Stage:
         return SHARDS in self.argv
 
     def smaller(self) -> Stage:
-        """What to try once the GPU was out of memory: half its sizes, or a quarter of its processes
-        at a time; the same again where it has neither."""
+        """What to try once GPU memory ran out: half its sizes, or a quarter of its processes."""
         if self.shrinks:
             return replace(self, argv=(*self.argv, "--shrink", "2"))
         if self.side_by_side:
@@ -110,8 +109,7 @@ def bench(
     id: str, title: str, script: str, options: str, timeout_s: float, *, csv: str = "",
     **fields: Any,
 ) -> Stage:  # fmt: skip
-    """A bench of bench/ with these options; its table in the bundle is named after the stage, or
-    `csv`."""
+    """A bench of bench/ with these options; its table is named after the stage, or `csv`."""
     csv = csv or f"{id}.csv"
     argv = ("{python}", f"bench/{script}.py", *options.split(), "--csv", "{out}/" + csv)
     fields = {"log": f"{id}.txt", "shrinks": True, **fields}

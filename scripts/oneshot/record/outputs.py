@@ -32,8 +32,7 @@ WRITES = ("--csv", "--json", "--out")  # options of the stages whose value is wr
 
 
 def typed(argv: Sequence[str]) -> str:
-    """The command of a stage as a person types it: what it writes goes to /tmp, and what it reads
-    comes from the run's own folder, $BUNDLE."""
+    """A stage's command as a person types it: it writes to /tmp and reads from $BUNDLE."""
     parts = []
     for before, part in zip(("", *argv), argv, strict=False):
         part = part.replace("{python}", "python")

@@ -27,8 +27,7 @@ _COLOURS = {
 
 
 def inline(value: Any) -> Markup:
-    """One cell of markdown.py as HTML: code spans and bold stay, the rest is text. A cell that is
-    nothing but a status gets its colour."""
+    """A cell of markdown.py as HTML: code and bold stay, a lone status is coloured."""
     if str(value) in _COLOURS:
         return status(value)
     text, out, at, tags = str(value), [], 0, itertools.cycle(("<strong>", "</strong>"))

@@ -104,8 +104,7 @@ _FIGURE = re.compile(r"<figure>.*?</figure>\n?", re.S)
 
 
 def check_texts(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """The reports are what the journal gives, line by line but for plots, where these sources made
-    them; nothing without jinja2."""
+    """The reports are what the journal gives, line by line but for plots; it needs jinja2."""
     from scripts.oneshot.record.outputs import short_report
     from scripts.oneshot.report.render import issue_text, render_page, render_text
 

@@ -29,8 +29,7 @@ class Lock:
         self._fd: int | None = None
 
     def acquire(self, wait_s: float = 0.0, stopped: Callable[[], object] = lambda: False) -> None:
-        """Take the lock, waiting at most `wait_s`, and no longer once `stopped()` is true. Raises
-        Locked or OSError."""
+        """Take the lock, waiting `wait_s` or until `stopped()`. Raises Locked or OSError."""
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             fd = os.open(self.path, flags)  # another user's file in a sticky folder: no O_CREAT

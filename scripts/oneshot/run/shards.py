@@ -44,8 +44,7 @@ def default_shards() -> int:
 
 
 def combined(codes: list[int]) -> int:
-    """Return one exit code for all: the worst (a signal is 128 + its number), whose tests are lost,
-    then a failed test, then success, then no tests."""
+    """Return one exit code: the worst of those whose tests are lost, then 1, 0, no tests."""
     odd = [c for c in codes if c not in (0, 1, 5)]
     return max(odd) if odd else next((code for code in (1, 0) if code in codes), 5)
 

@@ -47,8 +47,7 @@ MORE_LEAST = {"test_triton_sel_parity": 50, "test_triton_sel_backward": 8, "test
 
 
 def beside(one: Stage) -> tuple[str, ...]:
-    """Return SHARDED with the kernels of a stage, whose argv ends with where it writes, compiled
-    meanwhile."""
+    """Return SHARDED with the kernels of a stage, whose argv ends with its table, compiled too."""
     command = shlex.join((*one.argv[1:-2], "--compile_only"))
     return (*SHARDED[:3], "--beside", command, *SHARDED[3:])
 

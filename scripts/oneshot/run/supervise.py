@@ -95,8 +95,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Started:
-    """The process of a stage and where its rows come from. go: the pipe that one which was started
-    ahead waits at."""
+    """The process of a stage, where its rows come from, and the pipe that it waits at, if ahead."""
 
     process: subprocess.Popen
     argv: list[str]
