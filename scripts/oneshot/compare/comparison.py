@@ -13,6 +13,7 @@ from scripts.oneshot.record.reading import held_to_rules
 from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
 from scripts.oneshot.report.evidence import ASSUMED_FLOOR, noise_floor
 
+Row = Mapping[str, Any]
 EXIT_SAME, EXIT_WORSE, EXIT_USAGE, EXIT_NOT_COMPARABLE = 0, 1, 2, 5
 VERDICTS = ("FASTER", "SLOWER", "SAME", "AMBIGUOUS", "NEW", "GONE", "NOT_COMPARABLE")
 EVENT_RESOLUTION_US = 0.5
@@ -101,9 +102,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [plain(line) for line in lines]
 
 
-def judge_case(
-    a: Mapping[str, Any], b: Mapping[str, Any], floor: float
-) -> tuple[str, str, float, list[float] | None]:
+def judge_case(a: Row, b: Row, floor: float) -> tuple[str, str, float, list[float] | None]:
     """(verdict, why, change of the median, its interval) of a case that has numbers on both sides.
     floor: relative difference that these boxes show between two runs of the same code."""
     a_med, b_med = a["median_us"], b["median_us"]
@@ -311,9 +310,7 @@ def _proofs(a: Side, b: Side) -> tuple[list[str], list[str]]:
     return worse, better
 
 
-def compare(
-    a_data: Mapping[str, Any], b_data: Mapping[str, Any], force: bool = False
-) -> Comparison:
+def compare(a_data: Row, b_data: Row, force: bool = False) -> Comparison:
     """Everything that changed from bundle object A to bundle object B."""
     a, b = Side.of(a_data), Side.of(b_data)
     floors = [f for f in (a.floor, b.floor) if f is not None]
@@ -340,13 +337,9 @@ def compare(
             why = f"  ({y['reason']})" if y and y.get("reason") else ""
             status.append(plain(f"{stage}  {was} -> {now}{why}"))
             unproven = now in ("NOT_RUN", "SKIPPED", "absent") and x and x.get("required", True)
-            if was == "PASS" and (
-                now in ("FAIL", "CRASH", "TIMEOUT", "INFRA")
-                or (unproven and (y or asked_for(a, b, stage)))
-            ):
+            lost = unproven and (y or asked_for(a, b, stage))
+            if was == "PASS" and (lost or now in ("FAIL", "CRASH", "TIMEOUT", "INFRA")):
                 worse.append(plain(f"stage {stage} PASS -> {now}"))
-    cells = judge_cells(a, b, floor, incomparable)
-    return Comparison(
-        a.headline(), b.headline(), environment_changes(a_data, b_data), incomparable, status,
-        worse, better, cells, floor, notes,
-    )  # fmt: skip
+    environment, cells = environment_changes(a_data, b_data), judge_cells(a, b, floor, incomparable)
+    found = (environment, incomparable, status, worse, better, cells, floor, notes)
+    return Comparison(a.headline(), b.headline(), *found)

@@ -14,6 +14,7 @@ from scripts.oneshot.record.rows import is_number
 if TYPE_CHECKING:
     from scripts.oneshot.record.model import RunRecord, Stage, StageResult
 
+Rows = list[dict[str, Any]]
 Groups = dict[str, list["StageResult"]]
 EXIT_OK, EXIT_FAIL, EXIT_USAGE, EXIT_NOT_RUN, EXIT_INFRA = 0, 1, 2, 3, 4
 EXIT_INVALID, EXIT_REDACTION, EXIT_LOCKED = 5, 6, 75
@@ -88,9 +89,7 @@ def _wrong(stage: Stage, rc: int | None, rows: list[dict[str, Any]]) -> Judgemen
     return None
 
 
-def _ended(
-    stage: Stage, rc: int | None, rows: list[dict[str, Any]], traceback: str | None
-) -> Judgement | None:
+def _ended(stage: Stage, rc: int | None, rows: Rows, traceback: str | None) -> Judgement | None:
     """What the exit code says, where it is not 0."""
     runs_pytest, notes = "pytest" in stage.argv, _of(rows, "note")
     words = {2: "interrupted or not collected", 3: "internal error", 4: "usage error"}
@@ -142,7 +141,7 @@ def _not_whole(stage: Stage, rows: list[dict[str, Any]]) -> Judgement | None:
 
 
 def _unproven(
-    stage: Stage, rows: list[dict[str, Any]], missing_outputs: tuple[str, ...], unreadable: int
+    stage: Stage, rows: Rows, missing_outputs: tuple[str, ...], unreadable: int
 ) -> Judgement | None:
     """The evidence of Stage.proof that is missing, and what was sent and cannot be believed."""
     ran = _of(rows, "bench", *NUMBERED, "INVALID")

@@ -459,9 +459,8 @@ class Run:
         again = f"python -m scripts.oneshot render {self.folder}"
         self.progress.line(f"      {have}; try again: {again}")
 
-    def _last_words(
-        self, data: Mapping[str, Any], packed: tuple[Path, str, int] | None, code: int
-    ) -> None:
+    def _last_words(self, data: dict[str, Any], packed: tuple | None, code: int) -> None:
+        """packed: the archive's path, sha256 and size."""
         tell = self.progress.line
         tell(f"\n{data['verdict']['one_line']}\nreport:  {self.folder / 'report.md'}")
         if (self.folder / "report.html").is_file():
