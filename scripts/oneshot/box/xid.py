@@ -32,17 +32,15 @@ APPLICATION = {
 CARD = {
     48: ("double-bit ECC error", _MEMORY),
     61: ("internal micro-controller breakpoint", _RESET),
-    62: ("internal micro-controller halt", _RESET),
-    63: ("memory row remapping", _MEMORY),
+    62: ("internal micro-controller halt", _RESET), 63: ("memory row remapping", _MEMORY),
     64: ("memory row remapping failed", _MEMORY),
     74: ("NVLink error", "check the links (nvidia-smi nvlink --errorcounters) or change the box"),
     79: ("the GPU has fallen off the bus", "it is lost; change the box"),
-    92: ("many single-bit ECC errors", _MEMORY),
-    94: ("contained ECC error", _MEMORY),
+    92: ("many single-bit ECC errors", _MEMORY), 94: ("contained ECC error", _MEMORY),
     95: ("uncontained ECC error", _MEMORY),
     119: ("the GPU's system processor does not answer", _RESET),
     120: ("error of the GPU's system processor", _RESET),
-}
+}  # fmt: skip
 LOST = 79
 DOUBLE_BIT = 48
 

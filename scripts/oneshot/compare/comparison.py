@@ -35,10 +35,8 @@ class Side:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Side:
-        rows = [
-            held_to_rules(data[key], kind)[0]
-            for kind, key in (("bench", "bench"), ("parity", "parity"), ("test", "tests"))
-        ]
+        kinds = {"bench": "bench", "parity": "parity", "tests": "test"}
+        rows = [held_to_rules(data[key], kind)[0] for key, kind in kinds.items()]
         return cls(data, *rows, noise_floor(data["health"]))
 
     def headline(self) -> str:
@@ -249,11 +247,9 @@ def _facts(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    out = [
-        plain(f"{key} {'-' if x is None else x} -> {'-' if y is None else y}")[:300]
-        for key, x, y in _beside(_facts(a), _facts(b))
-        if x != y
-    ]
+    shown = lambda value: "-" if value is None else value
+    facts = _beside(_facts(a), _facts(b))
+    out = [plain(f"{key} {shown(x)} -> {shown(y)}")[:300] for key, x, y in facts if x != y]
     changed = lambda name: a["git"].get(name) != b["git"].get(name)
     if changed("diff_sha256"):
         out.append("uncommitted changes differ")

@@ -63,11 +63,9 @@ def members(folder: Path) -> list[Path]:
 
 def inventory(folder: Path) -> list[dict[str, Any]]:
     """The `files` of bundle.json: everything but bundle.json itself and the check sums."""
-    return [
-        {"path": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": sha256(p)}
-        for p in members(folder)
-        if p.name not in ("bundle.json", SUMS)
-    ]
+    size = lambda p: {"bytes": p.stat().st_size, "sha256": sha256(p)}
+    files = [p for p in members(folder) if p.name not in ("bundle.json", SUMS)]
+    return [{"path": p.relative_to(folder).as_posix(), **size(p)} for p in files]
 
 
 def write_sums(folder: Path) -> None:

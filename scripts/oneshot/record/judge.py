@@ -50,13 +50,10 @@ def judge(
     """Status of a stage whose child ended by itself with exit code `rc`. Timeouts, signals and
     failed starts are judged by the supervisor, before this. `unreadable` counts lines of the result
     channel that were no rows; `traceback` is the last line of an uncaught error."""
-    return (
-        _wrong(stage, rc, rows)
-        or _ended(stage, rc, rows, traceback)
-        or _not_whole(stage, rows)
-        or _unproven(stage, rows, missing_outputs, unreadable)
-        or Judgement(Status.PASS)
-    )
+    found = _wrong(stage, rc, rows) or _ended(stage, rc, rows, traceback)
+    found = found or _not_whole(stage, rows)
+    found = found or _unproven(stage, rows, missing_outputs, unreadable)
+    return found or Judgement(Status.PASS)
 
 
 def _of(rows: list[dict[str, Any]], kind: str, *states: str) -> list[dict[str, Any]]:

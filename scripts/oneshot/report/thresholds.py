@@ -33,12 +33,9 @@ def threshold_cells(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[Mapping
 def routes_at(rows: Sequence[Mapping[str, Any]], least: float) -> dict[str, Any]:
     """The cells of one length: how many there are and carry a threshold, the smallest lower bounds
     by the device's time and by wall, and the case of the smallest of all; "-" without any."""
-    found = [
-        (r["speedup_ci95"][0], r["wall_speedup_ci95"][0], r)
-        for r in rows
-        if r["status"] in NUMBERED and is_interval(r.get("speedup_ci95"))
-        and is_interval(r.get("wall_speedup_ci95"))
-    ]  # fmt: skip
+    both = lambda r: is_interval(r.get("speedup_ci95")) and is_interval(r.get("wall_speedup_ci95"))
+    timed = [r for r in rows if r["status"] in NUMBERED and both(r)]
+    found = [(r["speedup_ci95"][0], r["wall_speedup_ci95"][0], r) for r in timed]
     worst = min(found, key=lambda one: min(one[:2]), default=None)
     carry = [r for low, wall, r in found if carries(r["status"], (low, wall), least)]
     return {

@@ -314,21 +314,18 @@ class Run:
         """Return the PASS of an earlier run, if everything that could change it is the same."""
         old, folder = self.previous or (RunRecord(), self.folder)
         done = old.results.get(stage.id)
-        same = (
-            done is not None
-            and done.status is Status.PASS
-            and done.argv == stage.argv
-            and dict(done.env) == dict(stage.env)
-            and checkout.same_sources(old.git, self.git)
-            and not old.git.get("changed_during_run")
-            and old.env_fingerprint == self.record.env_fingerprint
-            and (then := parse_date(done.started or old.started)) is not None
-            and -AHEAD < datetime.now(timezone.utc) - then < RESUME_MAX_AGE
-        )
-        rows = old.rows.get(stage.id, [])
-        if not same or any(r["kind"] == "bench" and r["status"] == "UNSTABLE" for r in rows):
+        then = parse_date(done.started or old.started) if done else None
+        if done is None or done.status is not Status.PASS or then is None:
             return None
+        asked = [(one.argv, dict(one.env)) for one in (done, stage)]
+        boxes = [old.env_fingerprint, self.record.env_fingerprint]
+        same = asked[0] == asked[1] and boxes[0] == boxes[1]
+        same &= checkout.same_sources(old.git, self.git) and not old.git.get("changed_during_run")
+        same &= -AHEAD < datetime.now(timezone.utc) - then < RESUME_MAX_AGE
+        rows = old.rows.get(stage.id, [])
         benches = [{**r, "stage": stage.id} for r in rows if r["kind"] == "bench"]
+        if not same or any(r["status"] == "UNSTABLE" for r in benches):
+            return None
         tables = {"bench": benches, "stages": [done.to_json()]}
         wrong = [*check_rows(rows, folder), *check_csvs(tables, folder)]
         if wrong:
