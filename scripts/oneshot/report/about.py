@@ -179,13 +179,10 @@ def environment(view: View) -> Section:
     told = lambda c: (cell(c.get("name"), 60), cell(c.get("level"), 20), cell(c.get("text")))
     doctor, calls = list(map(told, view.data["doctor"])), _calls(view.folder)
     heads = "call|kernels, in order|faster ones passed over"
-    blocks = [
-        doctor and Fold("What the doctor said", [Table("doctor|level|what", doctor)]),
-        *probed(view.data["env"]),
-        calls and Fold("Kernels of a call", [Table(heads, calls)]),
-        Fold("Effective flags", [Table("flag|value|source", _flags(view))]),
-    ]
-    return Section("Environment", blocks, issue=False)
+    said = doctor and Fold("What the doctor said", [Table("doctor|level|what", doctor)])
+    kernels = calls and Fold("Kernels of a call", [Table(heads, calls)])
+    flags = Fold("Effective flags", [Table("flag|value|source", _flags(view))])
+    return Section("Environment", [said, *probed(view.data["env"]), kernels, flags], issue=False)
 
 
 def this_run(view: View) -> Section:

@@ -91,10 +91,9 @@ def kernels(view: View) -> Answer:
     on_cpu = " in Triton's interpreter on the CPU" if view.data["scope"] == "cpu" else ""
     facts, wrong = [], []
     if parity:
-        facts.append(
-            f"**{len(right)} of {len(parity)}** results{on_cpu} are within their limits of an fp64 "
-            "computation that shares no code with the kernels"
-        )
+        of = "an fp64 computation that shares no code with the kernels"
+        held = f"**{len(right)} of {len(parity)}** results{on_cpu}"
+        facts.append(f"{held} are within their limits of {of}")
     if launched := sum(bool(r.get("launches")) for r in right):
         facts.append(f"for {launched} of them the launches of the named kernels were counted")
     if outcomes:

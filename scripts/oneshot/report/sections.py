@@ -22,10 +22,8 @@ from scripts.oneshot.report.thresholds import fa2, threshold
 def gpus(view: View) -> Section:
     table = cards.section(view.data, view.rows["parity"])
     heads = "GPU|card|copy GB/s (of nominal)|bf16 TFLOP/s (of nominal)|parity|verdict"
-    text = (
-        "Health and parity of every card, measured alone. The benches ran on the first; NCCL "
-        "and context parallelism on all that are good."
-    )
+    ran = "The benches ran on the first; NCCL and context parallelism on all that are good."
+    text = f"Health and parity of every card, measured alone. {ran}"
     rows = [list(row.values()) for row in table]
     return Section("GPUs", rows and [text, Table(heads, rows)])
 
@@ -149,10 +147,9 @@ def training(view: View) -> Section:
     reason = lambda r: f": {cell(r['reason'])}" if r.get("reason") else ""
     tests = [r for r in view.rows["test"] if r["stage"] == stage["id"]]
     checks = [f"{code(r['nodeid'].split('::')[-1], 80)} {r['outcome']}{reason(r)}" for r in tests]
-    values = [
-        f"{cell(name, 80)}: {num(v)} {'' if u in (None, '', '1') else cell(u, 20)}".rstrip()
-        for name, (v, u) in list(metrics.items())[:200]
-    ]
+    unit = lambda u: "" if u in (None, "", "1") else cell(u, 20)
+    shown = list(metrics.items())[:200]
+    values = [f"{cell(name, 80)}: {num(v)} {unit(u)}".rstrip() for name, (v, u) in shown]
     blocks = [text, spark and f"`{spark}` ({len(curve)} steps with a finite loss)", checks]
     blocks += [*view.pictures("loss"), values and Fold(f"All {len(metrics)} metrics", [values])]
     return Section("Training showcase", blocks, fold=True, issue=False)
