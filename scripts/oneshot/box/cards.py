@@ -115,7 +115,7 @@ def _together(cards: Sequence[Card], profile: str) -> list[Stage]:
     for n in sorted({2, count}):
         sizes = "--S_list " + ",".join(str(s // (32 * n) * 32 * n) for s in lengths)
         what = (f"context_parallel_{n}", f"Context parallelism: one sequence over {n} GPUs")
-        how = dict(estimate_s=60, env=on_triton)
+        how: dict[str, Any] = dict(estimate_s=60, env=on_triton)
         found.append((n, bench(*what, "bench_context_parallel", sizes, limit, **how)))
     ranks = ("{python}", "-m", "scripts.oneshot.run.ranks", "-n")
     return [_on(one, cards[:n], argv=(*ranks, str(n), *one.argv[1:])) for n, one in found]

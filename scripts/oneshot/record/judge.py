@@ -192,16 +192,16 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
         "bench_valid": bench["VALID"], "bench_total": bench.total(),
         "not_run": sum(s.status is Status.NOT_RUN for s in stages),
     }  # fmt: skip
-    failed = [s for s in stages if s.status is Status.FAIL]
+    not_right = [s for s in stages if s.status is Status.FAIL]
     soft = ("INVALID", "UNSTABLE")
     ended = [s for s in stages if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA)]
     left = lambda s: s.required and s.status in (Status.SKIPPED, Status.NOT_RUN)
     groups = {  # the stages that were not right, by what is said of them
-        "wrong": [s for s in failed if s.kind not in soft],
+        "wrong": [s for s in not_right if s.kind not in soft],
         "broken": [s for s in ended if s.kind not in ("BUDGET", "PREEMPTED")],
         "stopped": [s for s in stages if s.kind == "PREEMPTED"],
         "not run": [s for s in stages if left(s) or s.kind == "BUDGET"],
-        "invalid or unstable": [s for s in failed if s.kind in soft],
+        "invalid or unstable": [s for s in not_right if s.kind in soft],
     }
     # A CPU's times claim nothing, so they cannot be invalid either.
     no_valid = record.scope == "gpu" and bench.total() > bench["SKIPPED"] and not bench["VALID"]

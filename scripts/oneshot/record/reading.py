@@ -22,8 +22,8 @@ MAX_ARCHIVE_BYTES = 100 * 2**20
 MAX_UNPACKED_BYTES = 500 * 2**20
 MAX_JSON_BYTES = 200 * 2**20
 # What tarfile raises for an archive that is none.
-UNREADABLE = (tarfile.TarError, EOFError, OSError, OverflowError, ValueError, MemoryError)
-UNREADABLE += (zlib.error, lzma.LZMAError, struct.error)
+_BROKEN = (tarfile.TarError, zlib.error, lzma.LZMAError, struct.error)
+UNREADABLE = (*_BROKEN, EOFError, OSError, OverflowError, ValueError, MemoryError)
 
 
 class BundleError(ValueError):

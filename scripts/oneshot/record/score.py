@@ -56,7 +56,7 @@ def score(rows: Sequence[Mapping[str, Any]], health: Mapping[str, Any] | None) -
             cases[case] = {"us": row["median_us"], "roofline_us": ideal}
             if row["status"] == "UNSTABLE":
                 unstable[case] = "; ".join(whys(row))
-    found = {"percent": None, "cases": cases, "missing": missing, "unstable": unstable}
+    found: dict[str, Any] = dict(percent=None, cases=cases, missing=missing, unstable=unstable)
     if not missing:  # rounded, for logarithms differ in the last bit from one libm to another
         shares = [one["roofline_us"] / one["us"] for one in cases.values()]
         found["percent"] = round(100 * statistics.geometric_mean(shares), 4)

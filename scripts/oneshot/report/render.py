@@ -54,7 +54,8 @@ def _machine(data: Mapping[str, Any]) -> str:
     return text.replace("--", "-\\u002d")
 
 
-Plots, Words = Sequence[tuple[str, str]], Sequence[str]
+Plots = Sequence[tuple[str, str]]
+Words = Sequence[str]
 
 
 def document(

@@ -150,7 +150,8 @@ def training(view: View) -> Section:
     unit = lambda u: "" if u in (None, "", "1") else cell(u, 20)
     shown = list(metrics.items())[:200]
     values = [f"{cell(name, 80)}: {num(v)} {unit(u)}".rstrip() for name, (v, u) in shown]
-    blocks = [text, spark and f"`{spark}` ({len(curve)} steps with a finite loss)", checks]
+    drawn = spark and f"`{spark}` ({len(curve)} steps with a finite loss)"
+    blocks: list[Any] = [text, drawn, checks]
     blocks += [*view.pictures("loss"), values and Fold(f"All {len(metrics)} metrics", [values])]
     return Section("Training showcase", blocks, fold=True, issue=False)
 

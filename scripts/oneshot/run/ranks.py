@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 from bench.records import doc_parser
 from scripts.oneshot.box.processes import die_with_parent, end_children
@@ -46,7 +47,8 @@ def run(n: int, command: list[str]) -> int:
         signal.signal(number, on_signal)
     for rank in range(n):
         mine = {**environ, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))}
-        how = dict(env=mine, pass_fds=[int(fd)] if fd else [], preexec_fn=die_with_parent)
+        how: dict[str, Any] = {"env": mine, "preexec_fn": die_with_parent}
+        how["pass_fds"] = [int(fd)] if fd else []
         children.append(subprocess.Popen([sys.executable, *command], **how))
     while True:
         codes = [child.poll() for child in children]

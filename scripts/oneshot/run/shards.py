@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO
+from typing import IO, Any
 
 from bench.records import doc_parser
 from scripts.oneshot.box.env import memory_mib
@@ -108,7 +108,7 @@ def run(n: int, command: list[str], beside: Sequence[str] = ()) -> int:
         share = _Share([*command[1:], "--tickets", str(tickets.fileno())], output)
         children.append((share, output))
     quiet = {k: v for k, v in os.environ.items() if k != "NSA_RESULT_FD"}
-    how = dict(stderr=subprocess.STDOUT, env=quiet, preexec_fn=die_with_parent)
+    how: dict[str, Any] = dict(stderr=subprocess.STDOUT, env=quiet, preexec_fn=die_with_parent)
     for one in beside:
         output = tempfile.TemporaryFile()
         other = subprocess.Popen([sys.executable, *shlex.split(one)], stdout=output, **how)

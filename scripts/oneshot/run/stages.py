@@ -75,7 +75,7 @@ STEP = {**PREFILL_ON, "NSA_TRITON_SEL_FORCE": "1", **FROM_64}
 GROUPS = {"parity": "parity", "tests": "parity", "row": "box", "output": "box"}  # by proof
 
 
-def _stage(id: str, title: str, proof: str, command: Any, *seconds: float, **fields: Any) -> Stage:
+def _stage(id: str, title: str, proof: str, command: Any, *seconds: Any, **fields: Any) -> Stage:
     """Make a stage whose log is called after it. command: what follows {python} as text, or a whole
     argv; seconds: its limit and its estimate."""
     argv = ("{python}", *command.split()) if isinstance(command, str) else command
