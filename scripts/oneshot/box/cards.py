@@ -53,8 +53,10 @@ def query_each() -> list[dict[str, Any]]:
 
 
 def select(text: str, gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> list[Card]:
-    """Return the cards of --gpus: "all" (of CUDA_VISIBLE_DEVICES where it is set) or numbers. gpus:
-    one dict per card from nvidia-smi. Raises ValueError for a card that is not there."""
+    """Return the cards of --gpus: "all" (of CUDA_VISIBLE_DEVICES where it is set) or numbers.
+
+    gpus: one dict per card from nvidia-smi. Raises ValueError for a card that is not there.
+    """
     known: list[Card] = []
     for index, gpu in enumerate(gpus):
         problem = gpu.get("problem")

@@ -150,9 +150,11 @@ def gpus_named(name: str, gpus: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def visible_gpu(gpus: Sequence[dict[str, Any]], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the one of nvidia-smi's GPUs that a process of this environment sees first. Of a slice
-    (MIG) only what is known of it: its own UUID, and what it shares with its card. Of a name that
-    nvidia-smi does not explain nothing is known but the driver."""
+    """Return the one of nvidia-smi's GPUs that a process of this environment sees first.
+
+    Of a slice (MIG) only what is known of it: its own UUID, and what it shares with its card. Of a
+    name that nvidia-smi does not explain nothing is known but the driver.
+    """
     name = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     if not name:
         return gpus[0]
@@ -298,8 +300,10 @@ def collect(
     root: Path, out: Path, python: str, variables: Mapping[str, str],
     smi: list[dict[str, Any]] | str, setup: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Return (env sections, device, raw torch facts); only `variables` is redacted yet. `smi` is
-    what smi_query() gave, or the text of its failure."""
+    """Return (env sections, device, raw torch facts); only `variables` is redacted yet.
+
+    `smi` is what smi_query() gave, or the text of its failure.
+    """
     torch = torch_facts(python, root)
     smi_text = smi if isinstance(smi, str) else guarded(lambda: command(["nvidia-smi"]))
     device = {**device_facts(smi, torch), "hardware": guarded(nvidia_hardware)}

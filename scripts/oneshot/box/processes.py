@@ -48,8 +48,10 @@ def is_running(pid: int) -> bool:
 
 def end_children(children: Sequence[Any], number: int) -> None:
     """Signal all (at SIGABRT a child writes its stacks), give them GRACE_S, and kill who is left.
+
     children: each with pid, send_signal and kill, as subprocess.Popen has them. A handler of a
-    signal may call this in the midst of a wait for one of them: it waits for none itself."""
+    signal may call this in the midst of a wait for one of them: it waits for none itself.
+    """
     for child in children:
         child.send_signal(number)
     deadline = time.monotonic() + GRACE_S
@@ -60,9 +62,11 @@ def end_children(children: Sequence[Any], number: int) -> None:
 
 
 class Family:
-    """The processes of one stage. `look()` now and then, so that orphans stay known. A descendant
-    is known by its parent (seen while the parent lived), by its process group, or by the tag in its
-    environment, which survives setsid and a double fork."""
+    """The processes of one stage. `look()` now and then, so that orphans stay known.
+
+    A descendant is known by its parent (seen while the parent lived), by its process group, or by
+    the tag in its environment, which survives setsid and a double fork.
+    """
 
     def __init__(self, leader: int, tag: str) -> None:
         self.leader = leader

@@ -39,8 +39,11 @@ def _silent(text: str) -> tuple[str, str]:
 
 class Watch:
     """The cards of one run. gone: why no stage may use a card any more, in words and as a result's
-    kind, by its number in a run on several, by None of the only one. several: the cards of a run on
-    more than one, else empty. smi: what nvidia-smi said, or why there is nothing to watch."""
+    kind, by its number in a run on several, by None of the only one.
+
+    several: the cards of a run on more than one, else empty. smi: what nvidia-smi said, or why
+    there is nothing to watch.
+    """
 
     def __init__(
         self, several: list[cards.Card], smi: list[dict[str, Any]] | str,

@@ -136,9 +136,11 @@ class Xid:
 
 
 class XidListener(Background):
-    """Waits for events in the background; `take()` hands them to the supervisor's own thread. Where
-    NVML or its events are missing (a container, MIG, no library) `problem` says so and nothing is
-    ever reported."""
+    """Waits for events in the background; `take()` hands them to the supervisor's own thread.
+
+    Where NVML or its events are missing (a container, MIG, no library) `problem` says so and
+    nothing is ever reported.
+    """
 
     def __init__(self, uuid: str | None) -> None:
         super().__init__(uuid)

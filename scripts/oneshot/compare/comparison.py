@@ -102,7 +102,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def judge_case(a: Row, b: Row, floor: float) -> tuple[str, str, float, list[float] | None]:
     """(verdict, why, change of the median, its interval) of a case that has numbers on both sides.
-    floor: relative difference that these boxes show between two runs of the same code."""
+
+    floor: relative difference that these boxes show between two runs of the same code.
+    """
     a_med, b_med = a["median_us"], b["median_us"]
     if min(a_med, b_med) <= 0:
         return "AMBIGUOUS", "a median that is no time", 0.0, None

@@ -19,10 +19,12 @@ _PLACEHOLDER = re.compile(
 
 
 def gate(folder: Path, redactor: Redactor) -> dict[str, Any]:
-    """Clean every file and file name under `folder`, then look again. Returns {"gate":
-    "clean"|"failed", "findings": [{rule, file, line, count}], "removed": [...]}. A file that is no
-    UTF-8 text is removed: nobody can vouch for it. An earlier run with check sums passed its own
-    gate and is left as it was sealed."""
+    """Clean every file and file name under `folder`, then look again.
+
+    Returns {"gate": "clean"|"failed", "findings": [{rule, file, line, count}], "removed": [...]}.
+    A file that is no UTF-8 text is removed: nobody can vouch for it. An earlier run with check sums
+    passed its own gate and is left as it was sealed.
+    """
     findings: list[dict[str, Any]] = []
     removed: list[str] = []
 

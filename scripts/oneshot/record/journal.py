@@ -40,7 +40,9 @@ MAX_EVENT_DEPTH = 80
 
 def parse_json(data: bytes | str) -> Any:
     """JSON that may come from anywhere: no NaN, no infinity, no more than MAX_EVENT_DEPTH deep.
-    Raises ValueError."""
+
+    Raises ValueError.
+    """
     try:
         value = json.loads(data, parse_float=_float, parse_constant=_float)
     except RecursionError:
@@ -61,8 +63,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class Ballast:
-    """A file that is given up when the disk is full, so that the verdict still fits. logs: what
-    stages print, to be given up last, as names in `folder`."""
+    """A file that is given up when the disk is full, so that the verdict still fits.
+
+    logs: what stages print, to be given up last, as names in `folder`.
+    """
 
     def __init__(self, folder: Path, logs: Iterable[str] = ()) -> None:
         self.folder, self.logs = folder, tuple(logs)

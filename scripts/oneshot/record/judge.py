@@ -47,9 +47,12 @@ def judge(
     stage: Stage, rc: int | None, rows: list[dict[str, Any]], *, unreadable: int = 0,
     missing_outputs: tuple[str, ...] = (), traceback: str | None = None,
 ) -> Judgement:  # fmt: skip
-    """Status of a stage whose child ended by itself with exit code `rc`. Timeouts, signals and
-    failed starts are judged by the supervisor, before this. `unreadable` counts lines of the result
-    channel that were no rows; `traceback` is the last line of an uncaught error."""
+    """Status of a stage whose child ended by itself with exit code `rc`.
+
+    Timeouts, signals and failed starts are judged by the supervisor, before this. `unreadable`
+    counts lines of the result channel that were no rows; `traceback` is the last line of an
+    uncaught error.
+    """
     found = _wrong(stage, rc, rows) or _ended(stage, rc, rows, traceback)
     found = found or _not_whole(stage, rows)
     found = found or _unproven(stage, rows, missing_outputs, unreadable)

@@ -43,8 +43,10 @@ def code(value: Any, limit: int = CELL_LIMIT) -> str:
 
 
 def fence(value: Any, language: str = "", *, whole: bool = False) -> str:
-    """`value` as a code block whose fence is longer than any run of backticks inside. whole: also a
-    long line keeps every character, as a command must."""
+    """`value` as a code block whose fence is longer than any run of backticks inside.
+
+    whole: also a long line keeps every character, as a command must.
+    """
     lines = list(map(plain, str("" if value is None else value).replace("\r\n", "\n").split("\n")))
     for i, line in enumerate(lines):
         if not whole and (left := len(line) - LINE_LIMIT) > 0:

@@ -184,9 +184,11 @@ FACTS: dict[str, Any] = {
 
 
 def check_shape(name: str, value: Any, shape: Any) -> None:
-    """TypeError unless `value` has this shape, and KeyError where it lacks a key. A shape is a type
-    or a tuple of types; [shape] of a list's items; {key: shape} of an object's values, those of all
-    keys with "*" for a key."""
+    """TypeError unless `value` has this shape, and KeyError where it lacks a key.
+
+    A shape is a type or a tuple of types; [shape] of a list's items; {key: shape} of an object's
+    values, those of all keys with "*" for a key.
+    """
     types = {list: (list, tuple), dict: dict}.get(type(shape), shape)
     if not isinstance(value, types):
         raise TypeError(f"{name} is a {type(value).__name__}")

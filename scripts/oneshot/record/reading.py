@@ -56,8 +56,10 @@ def read_bundle(folder: Path) -> dict[str, Any]:
 
 
 def rebuild(folder: Path) -> tuple[dict[str, Any], str]:
-    """The run in `folder` as the object of a bundle, and the file that it was rebuilt from. From
-    events.jsonl, whose half last line is dropped; from bundle.json where there is no journal."""
+    """The run in `folder` as the object of a bundle, and the file that it was rebuilt from.
+
+    From events.jsonl, whose half last line is dropped; from bundle.json where there is no journal.
+    """
     events = read_events(folder / "events.jsonl")
     if any(event.get("ev") == "run_start" for event in events):
         return RunRecord.replay(events).to_bundle(), "events.jsonl"
@@ -114,8 +116,10 @@ def held_to_rules(rows: Any, kind: str) -> tuple[list[dict[str, Any]], int]:
 @contextmanager
 def opened(path: Path) -> Iterator[Path]:
     """The folder of a bundle; an archive is unpacked into a private folder that goes away again.
+
     Nothing of a bundle is executed. BundleError for anything that is no bundle or unsafe to unpack:
-    links, devices, absolute or climbing names, too many or too large files."""
+    links, devices, absolute or climbing names, too many or too large files.
+    """
     if path.is_dir():
         yield path
         return

@@ -95,9 +95,11 @@ def _is_path(text: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _own_words() -> tuple[str, frozenset[str]]:
-    """The words of our records and reports, as lines and cut into names. They are public, and a
-    report in which `required` or `max` is replaced cannot be read any more. Comments and docstrings
-    reach no report."""
+    """The words of our records and reports, as lines and cut into names.
+
+    They are public, and a report in which `required` or `max` is replaced cannot be read any more.
+    Comments and docstrings reach no report.
+    """
     root = Path(__file__).resolve().parents[3]
     words: set[str] = set()
     for path in (path for folder, pattern in _OWN_TEXTS for path in (root / folder).glob(pattern)):

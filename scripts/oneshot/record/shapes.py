@@ -24,9 +24,11 @@ NO_SECRET = re.compile(
 
 @dataclass(frozen=True)
 class Shape:
-    """One kind of private text. placeholder: what takes its place; the name of a kind, without
-    brackets, is numbered. needs: in lower case; a text that holds none of these is not searched.
-    find: spans in a text."""
+    """One kind of private text.
+
+    placeholder: what takes its place; the name of a kind, without brackets, is numbered.
+    needs: in lower case; a text that holds none of these is not searched. find: spans in a text.
+    """
 
     rule: str
     placeholder: str

@@ -88,8 +88,10 @@ def loss_curve(ax: Any, curve: list[tuple[int, float, float | None]], data: Any)
 
 
 def draw(data: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
-    """Draw into `folder`/plots what `data` (the object of a bundle) has rows for. Returns (title,
-    path relative to `folder`) of each. Raises ImportError without matplotlib."""
+    """Draw into `folder`/plots what `data` (the object of a bundle) has rows for.
+
+    Returns (title, path relative to `folder`) of each. Raises ImportError without matplotlib.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -113,9 +113,11 @@ def render_page(data: Mapping[str, Any], folder: Path, plots: Plots = (), extra:
 
 
 def issue_text(data: Mapping[str, Any], folder: Path, extra: Sequence[str] = ()) -> str:
-    """The report as an issue: its first screen, and the rest folded. A run without failures aims at
-    ISSUE_AIM bytes; no issue has over ISSUE_LIMIT characters. Verdict, the five answers and the
-    first failures stay."""
+    """The report as an issue: its first screen, and the rest folded.
+
+    A run without failures aims at ISSUE_AIM bytes; no issue has over ISSUE_LIMIT characters.
+    Verdict, the five answers and the first failures stay.
+    """
     aim = ISSUE_AIM if data["verdict"]["status"] in ("PASS", "INCOMPLETE") else ISSUE_LIMIT
     for shape in LADDER:
         text = render_text(data, folder, shape, extra=extra)

@@ -151,8 +151,10 @@ class Run:
                 self._attempt(stage)
 
     def _take_previous(self) -> None:
-        """Keep what an earlier run of this commit left, and read it for --resume. Its archive goes,
-        or it would pass for this run's; all that was in it is kept."""
+        """Keep what an earlier run of this commit left, and read it for --resume.
+
+        Its archive goes, or it would pass for this run's; all that was in it is kept.
+        """
         bundles.archive(self.folder).unlink(missing_ok=True)
         events = read_events(self.folder / "events.jsonl")
         old = RunRecord.replay(events) if events else None

@@ -288,8 +288,10 @@ def _cpu() -> list[Stage]:
 def choose(
     stages: list[Stage], only: tuple[str, ...], skip: tuple[str, ...]
 ) -> tuple[list[Stage], str | None]:
-    """Return the stages after --only and --skip, and words for what was left out. The environment
-    is always captured. Raises ValueError for an id that is no stage."""
+    """Return the stages after --only and --skip, and words for what was left out.
+
+    The environment is always captured. Raises ValueError for an id that is no stage.
+    """
     known = [s.id for s in stages]
     for name in (*only, *skip):
         if name not in known:

@@ -46,8 +46,10 @@ _LIKE_SIGTERM = ("SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPR
 
 
 class Stop:
-    """Set by SIGINT or SIGTERM; wakes the supervisor's wait. A second SIGINT ends at once. then:
-    called once it is set, to end what else is waited for."""
+    """Set by SIGINT or SIGTERM; wakes the supervisor's wait. A second SIGINT ends at once.
+
+    then: called once it is set, to end what else is waited for.
+    """
 
     def __init__(self, then: Callable[[], None] = lambda: None) -> None:
         self._then = then
@@ -405,8 +407,10 @@ def _signal_name(rc: int | None) -> str | None:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is written; None if it is missing or empty. Two stamps are
-    compared, never one with the clock, which may be put right during a stage."""
+    """Return what changes when a file is written; None if it is missing or empty.
+
+    Two stamps are compared, never one with the clock, which may be put right during a stage.
+    """
     with suppress(OSError):
         stat = path.stat()
         return (stat.st_ino, stat.st_mtime_ns, stat.st_size) if stat.st_size else None
