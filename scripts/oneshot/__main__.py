@@ -24,17 +24,12 @@ import sys
 
 from scripts.oneshot import streams
 
-# Each verb's module has main(argv: list[str]) -> int.
+# Each verb's module, below this package, has main(argv: list[str]) -> int.
 VERBS = {
-    "doctor": "scripts.oneshot.box.doctor",
-    "run": "scripts.oneshot.run.runner",
-    "render": "scripts.oneshot.report.render",
-    "compare": "scripts.oneshot.compare.compare",
-    "verify": "scripts.oneshot.compare.verify",
-    "trend": "scripts.oneshot.compare.trend",
-    "export": "scripts.oneshot.compare.export",
-    "attach": "scripts.oneshot.run.attach",
-}
+    "doctor": "box.doctor", "run": "run.runner", "render": "report.render",
+    "compare": "compare.compare", "verify": "compare.verify", "trend": "compare.trend",
+    "export": "compare.export", "attach": "run.attach",
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in VERBS:
         print(f"unknown verb {argv[0]!r}; one of: {', '.join(VERBS)}", file=sys.stderr)
         return 2
-    return importlib.import_module(VERBS[argv[0]]).main(argv[1:])
+    return importlib.import_module(f"scripts.oneshot.{VERBS[argv[0]]}").main(argv[1:])
 
 
 if __name__ == "__main__":

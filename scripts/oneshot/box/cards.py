@@ -17,7 +17,7 @@ from typing import Any
 from scripts.oneshot.box import env as box
 from scripts.oneshot.record.markdown import cell, num, pct
 from scripts.oneshot.record.model import Stage, bench
-from scripts.oneshot.record.rows import is_number
+from scripts.oneshot.record.rows import is_number, whys
 
 PER_CARD = ("health", "sanity", "prefill_parity", "decode_parity", "more_parity")
 MOST = 16
@@ -44,21 +44,12 @@ def query_each() -> list[dict[str, Any]]:
             if "No devices were found" in str(error) or "not installed" in str(error):
                 break
             out.append({"problem": str(error)})
-    while out and "problem" in out[-1]:  # numbers beyond the last card that the driver knows
-        if len(out) <= len(list(Path("/proc/driver/nvidia/gpus").glob("*"))):
-            break
+    known = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    while len(out) > known and "problem" in out[-1]:  # a number beyond the last card
         out.pop()
-    if not any("problem" not in gpu for gpu in out):
+    if all("problem" in gpu for gpu in out):
         raise box.ProbeFailed("no GPU answers nvidia-smi")
     return out
-
-
-def _card(index: int, gpu: Mapping[str, Any]) -> Card:
-    problem = gpu.get("problem")
-    bad = next((v for v in gpu.values() if isinstance(v, str) and re.search(r"is lost", v)), None)
-    if problem is None and (bad or str(gpu.get("name") or "[").startswith("[")):
-        problem = f"nvidia-smi says {bad or gpu.get('name')}"
-    return Card(index, gpu.get("uuid"), problem)
 
 
 def select(text: str, gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> list[Card]:
@@ -66,14 +57,20 @@ def select(text: str, gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, s
 
     gpus: one dict per card from nvidia-smi. Raises ValueError for a card that is not there.
     """
-    known = [_card(i, gpu) for i, gpu in enumerate(gpus)]
+    known: list[Card] = []
+    for index, gpu in enumerate(gpus):
+        problem = gpu.get("problem")
+        bad = next((v for v in gpu.values() if isinstance(v, str) and "is lost" in v), None)
+        if problem is None and (bad or str(gpu.get("name") or "[").startswith("[")):
+            problem = f"nvidia-smi says {bad or gpu.get('name')}"
+        known.append(Card(index, gpu.get("uuid"), problem))
     names = text.strip()
     if names == "all":
         names = environ.get("CUDA_VISIBLE_DEVICES", "").strip()
         if not names:
             return known
     out: list[Card] = []
-    for name in (n.strip() for n in names.split(",")):
+    for name in map(str.strip, names.split(",")):
         match = [known[i] for i in box.gpus_named(name, gpus)]
         if len(match) != 1 or match[0] in out:
             what = f"all or numbers of nvidia-smi from 0 to {len(known) - 1}, each once"
@@ -84,10 +81,8 @@ def select(text: str, gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, s
 
 def visible(cards: Sequence[Card]) -> dict[str, str]:
     """Return the variables under which a process sees exactly these cards."""
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(str(c.index) for c in cards),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    }
+    numbers = ",".join(str(card.index) for card in cards)
+    return {"CUDA_VISIBLE_DEVICES": numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def good(cards: Sequence[Card]) -> list[Card]:
@@ -116,17 +111,14 @@ def _together(cards: Sequence[Card], profile: str) -> list[Stage]:
     count, env = len(cards), {"NCCL_NVLS_ENABLE": "0"}
     on_triton = {**env, "NSA_USE_TRITON_SEL": "1"}
     lengths = {"quick": (32768,), "standard": (65536,)}.get(profile, (65536, 262144))
+    limit = 900 if len(lengths) > 1 else 300
     title = f"NCCL bandwidth between {count} GPUs"
     found = [(count, bench("nccl", title, "nccl", "", 180, estimate_s=25, env=env))]
     for n in sorted({2, count}):
-        step = 2 * n * 16
-        sizes = ",".join(str(s // step * step) for s in lengths)
-        one = bench(
-            f"context_parallel_{n}", f"Context parallelism: one sequence over {n} GPUs",
-            "bench_context_parallel", f"--S_list {sizes}", 900 if len(lengths) > 1 else 300,
-            estimate_s=60, env=on_triton,
-        )  # fmt: skip
-        found.append((n, one))
+        sizes = "--S_list " + ",".join(str(s // (32 * n) * 32 * n) for s in lengths)
+        what = (f"context_parallel_{n}", f"Context parallelism: one sequence over {n} GPUs")
+        how: dict[str, Any] = dict(estimate_s=60, env=on_triton)
+        found.append((n, bench(*what, "bench_context_parallel", sizes, limit, **how)))
     ranks = ("{python}", "-m", "scripts.oneshot.run.ranks", "-n")
     return [_on(one, cards[:n], argv=(*ranks, str(n), *one.argv[1:])) for n, one in found]
 
@@ -136,11 +128,10 @@ def expand(stages: Sequence[Stage], cards: Sequence[Card], profile: str) -> list
     if len(cards) < 2:
         return list(stages)
     usable = good(cards) or list(cards)
-    first = usable[0]
-    out = [_on(s, [first]) if s.gpu else s for s in stages]
+    out = [_on(s, usable[:1]) if s.gpu else s for s in stages]
     own = [s for s in stages if s.gpu and s.id in PER_CARD]
     own.sort(key=lambda s: PER_CARD.index(s.id))
-    copies = [_own(s, card) for card in cards if card is not first for s in own]
+    copies = [_own(s, card) for card in cards if card is not usable[0] for s in own]
     at = max((i for i, s in enumerate(stages) if s in own), default=-1) + 1
     late = next((i for i, s in enumerate(out) if i >= at and s.group == "train"), len(out))
     both = _together(usable, profile) if len(usable) > 1 else []
@@ -150,16 +141,6 @@ def expand(stages: Sequence[Stage], cards: Sequence[Card], profile: str) -> list
 def names(indices: Sequence[int]) -> str:
     """Return "GPU 2", or "GPUs 0, 1"."""
     return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
-
-
-def _health_of(data: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """Return the health row of one card; the run's own is the first card's."""
-    health = data["health"] or {}
-    others = health.get("gpus") if isinstance(health.get("gpus"), dict) else {}
-    # The stages that have no number in their name are the first card's.
-    first = next((s["gpus"][0] for s in data["stages"] if len(s.get("gpus") or ()) == 1), None)
-    row = others.get(str(index), health if index == first else None)
-    return row if isinstance(row, dict) else {}
 
 
 def section(data: Mapping[str, Any], parity: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -172,28 +153,24 @@ def section(data: Mapping[str, Any], parity: Sequence[Mapping[str, Any]]) -> lis
             mine.setdefault(indices[0], []).append(stage)
     if len(mine) < 2:
         return []
+    own, first = data["health"] or {}, next(iter(mine))  # the run's own health is the first card's
+    others = own.get("gpus") if isinstance(own.get("gpus"), dict) else {}
     out = []
     for index, stages in sorted(mine.items()):
-        health = _health_of(data, index)
+        row = others.get(str(index), own if index == first else None)
+        health = row if isinstance(row, dict) else {}
         ids = {s["id"] for s in stages}
         rows = [r for r in parity if r["stage"] in ids]
         bad = [f"{s['id']} {s['status']}: {s['reason']}" for s in stages if s["status"] != "PASS"]
-        why = health.get("why") if isinstance(health.get("why"), list) else []
-        bad += [f"health: {text}" for text in why]
-        out.append({
-            "gpu": str(index), "name": cell(health.get("device") or "-", 60),
-            "bandwidth": _of_peak(health, "copy_gbs", "copy_frac"),
-            "matmul": _of_peak(health, "gemm_bf16_tflops", "gemm_frac"),
-            "parity": f"{sum(r['status'] == 'PASS' for r in rows)}/{len(rows)}",
-            "verdict": cell("; ".join(bad), 400) if bad else GOOD,
-        })  # fmt: skip
+        bad += [f"health: {text}" for text in whys(health)]
+        shown = {"gpu": str(index), "name": cell(health.get("device") or "-", 60)}
+        for name, rate, share in (("bandwidth", "copy_gbs", "copy_frac"),
+                                  ("matmul", "gemm_bf16_tflops", "gemm_frac")):  # fmt: skip
+            of_peak = f" ({pct(health[share])})" if is_number(health.get(share)) else ""
+            shown[name] = num(health.get(rate)) + of_peak
+        shown["parity"] = f"{sum(r['status'] == 'PASS' for r in rows)}/{len(rows)}"
+        out.append({**shown, "verdict": cell("; ".join(bad), 400) if bad else GOOD})
     return out
-
-
-def _of_peak(health: Mapping[str, Any], rate: str, share: str) -> str:
-    """Return a rate as text, with its share of the card's peak where that is known."""
-    known = is_number(health.get(share))
-    return num(health.get(rate)) + (f" ({pct(health[share])})" if known else "")
 
 
 def warnings(data: Mapping[str, Any]) -> list[str]:

@@ -50,8 +50,7 @@ class Git:
 
 def _changed_unseen(git: Git) -> list[str]:
     """Return changed sources that are marked assume-unchanged or skip-worktree."""
-    marks = (line[0] for line in git("ls-files", "-v").splitlines())
-    if not any(mark.islower() or mark == "S" for mark in marks):
+    if not re.search(r"(?m)^[a-zS]", git("ls-files", "-v")):
         return []
     with tempfile.TemporaryDirectory() as folder:  # an index without marks
         index = {"GIT_INDEX_FILE": os.path.join(folder, "index")}
@@ -77,13 +76,9 @@ def _changes(git: Git, out: Path | None) -> dict[str, Any]:
         digest.update(os.fsencode(name) + b"\0")
         if (root / name).is_file():  # one that is marked may be deleted
             digest.update((root / name).read_bytes())
-    return {
-        "untracked": len(extra),
-        "dirty": True,
-        "hidden": sorted(hidden)[:HIDDEN_SHOWN] or None,
-        "diff_sha256": digest.hexdigest(),
-        "diffstat": git(*_DIFF, "--shortstat").strip() or None,
-    }
+    facts = {"untracked": len(extra), "dirty": True, "diff_sha256": digest.hexdigest()}
+    stat = git(*_DIFF, "--shortstat").strip() or None
+    return {**facts, "hidden": sorted(hidden)[:HIDDEN_SHOWN] or None, "diffstat": stat}
 
 
 def git_facts(
@@ -100,8 +95,7 @@ def git_facts(
     facts: dict[str, Any] = {**dict.fromkeys(_FACTS), "source": "git"}
     git = Git(root, timeout_s)
     try:
-        top = git("rev-parse", "--show-toplevel").strip()
-        if os.path.realpath(top) != os.path.realpath(root):
+        if not os.path.samefile(git("rev-parse", "--show-toplevel").strip(), root):
             raise ProbeFailed("the sources lie inside another repository")
         facts["commit"] = git("rev-parse", "HEAD").strip()
         facts["short"] = git("rev-parse", "--short", "HEAD").strip()
@@ -124,10 +118,8 @@ def git_facts(
         if head and not agrees:
             facts.update(head=head, branch=None, dirty=None)
             facts["source"] += f", git has {head[:10]}"
-    elif not facts["commit"]:
-        read = _head_without_git(root)
-        if read:
-            facts.update(commit=read, short=read[:7], source=".git read without git")
+    elif not facts["commit"] and (read := _head_without_git(root)):
+        facts.update(commit=read, short=read[:7], source=".git read without git")
     if facts["dirty"] is None or "problem" in facts:
         facts["source_sha256"] = source_hash(root, out)
     if not facts["short"]:
@@ -148,15 +140,12 @@ def _is_output(path: Path, out: Path | None) -> bool:
     if out is None or out not in path.parents:
         return False
     first = out / path.relative_to(out).parts[0]
-    if first == path:
-        return path.suffix in (".tgz", ".lock")
-    return (first / "events.jsonl").is_file()
+    return path.suffix in (".tgz", ".lock") if first == path else (first / "events.jsonl").is_file()
 
 
 def plain_remote(url: str) -> str:
     """Return host and path of a remote, nothing else."""
-    url = re.sub(r"^[a-z][a-z0-9+.-]*://", "", url)
-    url = re.sub(r"^[^/@]*@", "", url)
+    url = re.sub(r"^([a-z][a-z0-9+.-]*://)?([^/@]*@)?", "", url)
     url = re.sub(r"^([^/:]+):(?:\d+/)?", r"\1/", url)
     return re.sub(r"[?#].*$", "", url).removesuffix(".git")
 
@@ -175,9 +164,8 @@ def _head_without_git(root: Path) -> str | None:
             folder = folder / (folder / "commondir").read_text().strip()
         with suppress(OSError):
             return (folder / ref).read_text().strip()
-        for line in (folder / "packed-refs").read_text().splitlines():
-            if line.endswith(" " + ref):
-                return line.split()[0]
+        packed = (folder / "packed-refs").read_text()
+        return next((x.split()[0] for x in packed.splitlines() if x.endswith(" " + ref)), None)
     return None
 
 

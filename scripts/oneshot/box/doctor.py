@@ -34,6 +34,7 @@ TRITON_OF = {
     "2.8": "3.4.0", "2.9": "3.5.1", "2.10": "3.6.0", "2.11": "3.6.0", "2.12": "3.7.1",
     "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0",
 }  # fmt: skip
+NEEDED = ("jinja2", "pytest", "numpy", "pyyaml")
 OK, WARN, BLOCK = "OK", "WARN", "BLOCK"
 PASS_THROUGH = "on a box with a GPU, start the container with it (docker: --gpus all)"
 
@@ -88,22 +89,20 @@ def torch(b: Box) -> Said:
     if torch.get("torch_error"):
         fix = "pip install torch, or name an interpreter that has it: PYTHON=/path/to/python"
         return BLOCK, f"torch does not import: {torch['torch_error']}", fix
-    version = torch["torch"]
-    if not b.gpu:
-        return _old("torch", version, LEAST_TORCH) or (OK, f"torch {version}")
-    if torch.get("hip"):
-        return BLOCK, f"torch {version} is a ROCm build", "use a CUDA build"
-    if not torch.get("cuda_build"):
+    version, text = torch["torch"], f"torch {torch['torch']}"
+    if b.gpu and torch.get("hip"):
+        return BLOCK, f"{text} is a ROCm build", "use a CUDA build"
+    if b.gpu and not torch.get("cuda_build"):
         fix = "install a CUDA build of torch, or remove this one and run again"
-        return BLOCK, f"torch {version} is built without CUDA", fix
-    if not torch.get("cuda_works"):
+        return BLOCK, f"{text} is built without CUDA", fix
+    if b.gpu and not torch.get("cuda_works"):
         cause = torch.get("cuda_error") or "torch.cuda.is_available() is False"
         fix = "check CUDA_VISIBLE_DEVICES and that the container was started with its GPU"
         if re.search(r"driver.*(too old|insufficient)", cause):
             fix = f"update the driver, or use a torch built for an older CUDA than {version}"
-        return BLOCK, f"torch {version} cannot use the GPU: {cause}", fix
-    said = OK, f"torch {version}, CUDA {torch['cuda_build']}"
-    return _old("torch", version, LEAST_TORCH) or said
+        return BLOCK, f"{text} cannot use the GPU: {cause}", fix
+    cuda = f", CUDA {torch['cuda_build']}" if b.gpu else ""
+    return _old("torch", version, LEAST_TORCH) or (OK, text + cuda)
 
 
 def triton(b: Box) -> Said | None:
@@ -133,10 +132,7 @@ def triton(b: Box) -> Said | None:
 
 def packages(b: Box) -> Said:
     there = b.torch.get("packages") or {}
-    for kind, names in (
-        ("", ("jinja2", "pytest", "numpy", "pyyaml")),
-        (", optional", ("matplotlib", "nvidia-ml-py")),
-    ):
+    for kind, names in (("", NEEDED), (", optional", ("matplotlib", "nvidia-ml-py"))):
         if missing := [name for name in names if not there.get(name)]:
             level = BLOCK if "pytest" in missing else WARN
             return level, f"missing{kind}: {', '.join(missing)}", f"pip install {' '.join(missing)}"
@@ -222,11 +218,9 @@ def writable(b: Box) -> Said:
 
 
 def space(b: Box) -> Said:
-    places = {
-        "the output folder": b.out,
-        "the Triton cache": box.triton_cache(),
-        "the temporary folder": Path(os.environ.get("TMPDIR", "/tmp")),
-    }
+    temporary = Path(os.environ.get("TMPDIR", "/tmp"))
+    places = {"the output folder": b.out, "the Triton cache": box.triton_cache()}
+    places["the temporary folder"] = temporary
     free = {name: box.free_mib(path) for name, path in places.items()}
     low = {name: mib for name, mib in free.items() if mib is not None and mib < WANTED_MIB}
     if low:
@@ -237,20 +231,18 @@ def space(b: Box) -> Said:
 
 
 def memory(b: Box) -> Said | None:
-    limit = box._cgroup("memory.max", "memory/memory.limit_in_bytes")
-    total = box.memory_mib()
-    if limit and limit.isdigit():
-        total = min(total or 1 << 40, int(limit) // 2**20)
-    if total is None:
+    limit = box._cgroup(*box.MEMORY_LIMIT) or ""
+    bounds = [box.memory_mib(), int(limit) // 2**20 if limit.isdigit() else None]
+    if not (known := [mib for mib in bounds if mib is not None]):
         return None
-    said = f"{total} MiB of memory"
-    return (WARN, said, "8 GiB are comfortable") if total < 3500 else (OK, said)
+    said = f"{min(known)} MiB of memory"
+    return (WARN, said, "8 GiB are comfortable") if min(known) < 3500 else (OK, said)
 
 
 def cpus(b: Box) -> Said:
     """Count the cores that this process may use, by affinity and by the cgroup's quota."""
     cores = float(usable_cores())
-    quota = (box._cgroup("cpu.max", "cpu/cpu.cfs_quota_us") or "max").split()
+    quota = (box._cgroup(*box.CPU_LIMIT) or "max").split()
     if quota[0].isdigit():  # "max" and -1 are no limit; version 1 has its usual period
         cores = min(cores, int(quota[0]) / int(quota[1] if len(quota) > 1 else 100_000))
     if cores < 2:
@@ -260,9 +252,8 @@ def cpus(b: Box) -> Said:
 
 
 def clock(b: Box) -> Said:
-    if time.time() < 1_700_000_000:
-        return WARN, "the clock is wrong", "set the date; downloads may fail too"
-    return OK, "the clock is plausible"
+    wrong = WARN, "the clock is wrong", "set the date; downloads may fail too"
+    return wrong if time.time() < 1_700_000_000 else (OK, "the clock is plausible")
 
 
 def driver(b: Box) -> Said:
@@ -308,7 +299,7 @@ def arch(b: Box) -> Said | None:
     if major < 8:
         text = f"compute capability {sm}: bf16 kernels need 8.0 or more"
         return BLOCK, text, "take an Ampere or newer GPU"
-    built = [divmod(int(m[1]), 10) for a in archs if (m := re.match(r"sm_(\d+)", a))]
+    built = [divmod(int(n), 10) for n in re.findall(r"\bsm_(\d+)", " ".join(archs))]
     fits = any(of == major and at <= minor for of, at in built)
     if fits or any(a.startswith("compute_") for a in archs):
         return OK, f"sm_{major}{minor} is served by this torch"
@@ -329,24 +320,22 @@ def power(b: Box) -> Said | None:
     cap, full = b.device.get("power_limit_w"), b.device.get("power_default_w")
     if not isinstance(cap, (int, float)) or not isinstance(full, (int, float)):
         return None
-    if cap < full:
-        fix = "times are those of a capped card; ask the host for the full limit"
-        return WARN, f"power limit {cap:g} W of {full:g} W", fix
-    return OK, f"power limit {cap:g} W"
+    fix = "times are those of a capped card; ask the host for the full limit"
+    capped = WARN, f"power limit {cap:g} W of {full:g} W", fix
+    return capped if cap < full else (OK, f"power limit {cap:g} W")
 
 
 def quiet(b: Box) -> Said | None:
-    if b.device.get("shared"):
-        fix = "end other work on it; times will be noisy"
+    shared, fix = b.device.get("shared"), "end other work on it; times will be noisy"
+    if shared:
         return WARN, "the GPU is in use before the run starts", fix
-    return None if b.device.get("shared") is None else (OK, "nobody else uses the GPU")
+    return None if shared is None else (OK, "nobody else uses the GPU")
 
 
 def pcie(b: Box) -> Said | None:
-    if "max" not in str(b.device.get("pcie") or ""):
-        return None
     fix = "copies to the GPU are slow on this box; kernels are not affected"
-    return WARN, f"PCIe {b.device['pcie']}", fix
+    slot = str(b.device.get("pcie"))
+    return (WARN, f"PCIe {slot}", fix) if "max" in slot else None
 
 
 def mig(b: Box) -> Said | None:
@@ -413,8 +402,6 @@ def main(argv: list[str]) -> int:
     gpu = args.profile != "cpu" if args.profile else bool(hardware or device.get("name"))
     git = checkout.git_facts(ROOT, os.environ.get("NSA_COMMIT"))
     checks = examine(Box(gpu, args.out, device, torch, git, os.environ))
-    if args.json:
-        print(json.dumps([asdict(c) for c in checks], indent=1))
-    else:
-        print("\n".join(lines(checks)))
+    as_json = json.dumps([asdict(c) for c in checks], indent=1)
+    print(as_json if args.json else "\n".join(lines(checks)))
     return 3 if any(c.level == BLOCK for c in checks) else 0

@@ -17,7 +17,7 @@ from typing import Any
 
 from scripts.oneshot.box.processes import usable_cores
 from scripts.oneshot.record.journal import dumps, utc_now
-from scripts.oneshot.record.redact import ALLOWED_VARIABLES, SECRET_NAME
+from scripts.oneshot.record.redact import may_be_shown
 from scripts.oneshot.streams import last_answer
 
 _SMI_FIELDS = {
@@ -30,6 +30,9 @@ _SMI_FIELDS = {
     "persistence": "persistence_mode", "sm_mhz_max": "clocks.max.sm",
     "mem_mhz_max": "clocks.max.mem", "pci": "pci.bus_id",
 }  # fmt: skip
+# Files of cgroups, of version 2 and of version 1.
+CPU_LIMIT = ("cpu.max", "cpu/cpu.cfs_quota_us")
+MEMORY_LIMIT = ("memory.max", "memory/memory.limit_in_bytes")
 _OF_TORCH = ("cuda_available", "cuda_error", "cudnn", "triton", "triton_pin", "flash_attn")
 # Shown like the others, but where something lies or how it is built changes no result.
 _NO_RESULT = ("NSA_COMMIT", "TRITON_CACHE_DIR", "MAX_JOBS", "VIRTUAL_ENV", "CONDA_PREFIX")
@@ -106,10 +109,8 @@ def _cell(text: str) -> Any:
     text = text.strip()
     if text in ("", "[N/A]", "N/A", "[Not Supported]", "[Unknown Error]"):
         return None
-    if re.fullmatch(r"-?\d+", text):
-        return int(text)
-    if re.fullmatch(r"-?\d+\.\d+", text):
-        return float(text)
+    if re.fullmatch(r"-?\d+(\.\d+)?", text):
+        return float(text) if "." in text else int(text)
     return text
 
 
@@ -159,23 +160,22 @@ def visible_gpu(gpus: Sequence[dict[str, Any]], environ: Mapping[str, str]) -> d
         return gpus[0]
     slice_of = name.startswith("MIG-")
     found = gpus_named(name, gpus) or (_card_of_slice(name, gpus) if slice_of else [])
+    card = gpus[found[0] if found else 0]
     if found and not slice_of:
-        return gpus[found[0]]
+        return card
     shared = ("driver", "sm", "temp_c", "persistence") if found else ("driver",)
-    known = {key: gpus[found[0] if found else 0].get(key) for key in shared}
+    known = {key: card.get(key) for key in shared}
     return {**known, "uuid": name, "mig": "Enabled" if slice_of else None}
 
 
 def _card_of_slice(name: str, gpus: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the card under whose line `nvidia-smi -L` lists the slice."""
+    card = ""
     with suppress(ProbeFailed):
-        card = None
-        for line in command(["nvidia-smi", "-L"]).splitlines():
-            if match := re.search(r"UUID: (\S+?)\)", line):
-                if match[1].startswith("GPU-"):
-                    card = match[1]
-                elif match[1] == name and card:
-                    return gpus_named(card, gpus)
+        for uuid in re.findall(r"UUID: (\S+?)\)", command(["nvidia-smi", "-L"])):
+            if uuid == name:
+                return gpus_named(card, gpus)
+            card = uuid if uuid.startswith("GPU-") else card
     return []
 
 
@@ -185,23 +185,19 @@ def device_facts(gpus: list[dict[str, Any]] | str, torch: Mapping[str, Any]) -> 
     if isinstance(gpus, str) and not seen:
         return {"name": None, "reason": gpus}
     gpu = {} if isinstance(gpus, str) else visible_gpu(gpus, os.environ)
-    pcie = None
-    if gpu.get("pcie_gen"):
-        pcie = f"gen{gpu['pcie_gen']} x{gpu['pcie_width']}"
-        if gpu["pcie_width"] != gpu["pcie_width_max"]:
-            pcie += f" (max x{gpu['pcie_width_max']})"
+    width, most = gpu.get("pcie_width"), gpu.get("pcie_width_max")
+    slot = f"gen{gpu.get('pcie_gen')} x{width}" + (f" (max x{most})" if width != most else "")
+    pcie = slot if gpu.get("pcie_gen") else None
     used, util = gpu.get("mem_used_mib"), gpu.get("util_pct")
     return {
-        "name": seen.get("name") or gpu.get("name"),
-        "sm": seen.get("sm") or gpu.get("sm"),
+        **{name: seen.get(name) or gpu.get(name) for name in ("name", "sm")},
         "mem_mib": gpu.get("mem_mib") or seen.get("torch_mem_mib"),
         **{name: gpu.get(name) for name in ("driver", "power_limit_w", "power_default_w")},
         "pcie": pcie,
         "ecc": str(gpu.get("ecc") or "n/a").lower(),
         "mig": gpu.get("mig") == "Enabled",
         "shared": None if used is None else used > 500 or (util or 0) > 5,
-        "l2_mib": seen.get("l2_mib"),
-        "sm_count": seen.get("sm_count"),
+        **{name: seen.get(name) for name in ("l2_mib", "sm_count")},
         "count": seen.get("count") or (0 if isinstance(gpus, str) else len(gpus)),
         **{name: gpu.get(name) for name in ("temp_c", "sm_mhz_max", "mem_mhz_max", "persistence")},
     }
@@ -225,10 +221,8 @@ def _cgroup(*names: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+    with suppress(OSError, TypeError):
+        return re.search(r"(?m)^model name.*?:(.*)", Path("/proc/cpuinfo").read_text())[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -255,44 +249,35 @@ def triton_cache() -> Path | None:
 def settle_triton_cache(out: Path) -> None:
     """Keep kernels below `out` where the user has no home that can be written."""
     cache = triton_cache()
-    try:
+    with suppress(OSError):
         if cache is not None:
             cache.mkdir(parents=True, exist_ok=True)
-        usable = cache is not None and os.access(cache, os.W_OK)
-    except OSError:
-        usable = False
-    if not usable and "TRITON_CACHE_DIR" not in os.environ:
-        os.environ["TRITON_CACHE_DIR"] = str(out / ".triton")
+            if os.access(cache, os.W_OK):
+                return
+    os.environ.setdefault("TRITON_CACHE_DIR", str(out / ".triton"))
 
 
 def free_mib(path: Path | None) -> int | None:
     """Return the free space where `path` is or would be."""
-    if path is None:
-        return None
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    with suppress(OSError):
-        return shutil.disk_usage(path).free // 2**20
+    for place in (path, *path.parents) if path is not None else ():
+        if place.exists():
+            with suppress(OSError):
+                return shutil.disk_usage(place).free // 2**20
+            break
     return None
 
 
 def system_facts(out: Path) -> dict[str, Any]:
     return {
-        "os": guarded(_os_name),
-        "kernel": platform.release(),
-        "cpu": guarded(_cpu_model),
-        "cores": os.cpu_count(),
-        "cores_usable": usable_cores(),
-        "cgroup_cpu": _cgroup("cpu.max", "cpu/cpu.cfs_quota_us"),
-        "memory_mib": memory_mib(),
-        "cgroup_memory": _cgroup("memory.max", "memory/memory.limit_in_bytes"),
+        "os": guarded(_os_name), "kernel": platform.release(), "cpu": guarded(_cpu_model),
+        "cores": os.cpu_count(), "cores_usable": usable_cores(),
+        "cgroup_cpu": _cgroup(*CPU_LIMIT), "memory_mib": memory_mib(),
+        "cgroup_memory": _cgroup(*MEMORY_LIMIT),
         "container": Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
-        "shm_free_mib": free_mib(Path("/dev/shm")),
-        "out_free_mib": free_mib(out),
+        "shm_free_mib": free_mib(Path("/dev/shm")), "out_free_mib": free_mib(out),
         "tmp_free_mib": free_mib(Path(os.environ.get("TMPDIR", "/tmp"))),
-        "triton_cache_free_mib": guarded(lambda: free_mib(triton_cache())),
-        "utc": utc_now(),
-    }
+        "triton_cache_free_mib": guarded(lambda: free_mib(triton_cache())), "utc": utc_now(),
+    }  # fmt: skip
 
 
 def fingerprint(
@@ -301,18 +286,13 @@ def fingerprint(
 ) -> str:  # fmt: skip
     """Hash what must be equal where times and results of an earlier run are taken over: this box
     (`gpus` of nvidia-smi, the model of its `cpu`), with the same software and variables."""
-    flags = {
-        k: v for k, v in environ.items()
-        if ALLOWED_VARIABLES.fullmatch(k) and not SECRET_NAME.search(k) and k not in _NO_RESULT
-    }  # fmt: skip
-    parts = {
-        "cards": [[gpu.get(k) for k in ("uuid", "pci", "mig")] for gpu in gpus], "cpu": cpu,
-        "gpu": device.get("name"), "driver": device.get("driver"),
-        "power": device.get("power_limit_w"), "python": torch.get("python"),
-        "torch": torch.get("torch"), "cuda": torch.get("cuda_build"),
-        "triton": torch.get("triton"), "flash_attn": torch.get("flash_attn"),
-        "flags": sorted(flags.items()),
-    }  # fmt: skip
+    flags = {k: v for k, v in environ.items() if may_be_shown(k) and k not in _NO_RESULT}
+    parts = [
+        [[gpu.get(k) for k in ("uuid", "pci", "mig")] for gpu in gpus], cpu,
+        [device.get(k) for k in ("name", "driver", "power_limit_w")],
+        [torch.get(k) for k in ("python", "torch", "cuda_build", "triton", "flash_attn")],
+        sorted(flags.items()),
+    ]  # fmt: skip
     return hashlib.sha256(dumps(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -328,34 +308,25 @@ def collect(
     smi_text = smi if isinstance(smi, str) else guarded(lambda: command(["nvidia-smi"]))
     device = {**device_facts(smi, torch), "hardware": guarded(nvidia_hardware)}
     packages = {name: v or "not installed" for name, v in (torch.get("packages") or {}).items()}
+    about_python = {
+        "version": torch.get("python"), "executable": python,
+        "torch": torch.get("torch") or f"<probe failed: {torch.get('torch_error')}>",
+        "cuda": torch.get("cuda_build"),
+        **{name: torch.get(name) for name in _OF_TORCH},
+        "arch_list": " ".join(torch.get("arch_list") or []) or None,
+    }  # fmt: skip
     env = {
-        "python": {
-            "version": torch.get("python"),
-            "executable": python,
-            "torch": torch.get("torch") or f"<probe failed: {torch.get('torch_error')}>",
-            "cuda": torch.get("cuda_build"),
-            **{name: torch.get(name) for name in _OF_TORCH},
-            "arch_list": " ".join(torch.get("arch_list") or []) or None,
-        },
-        "gpu": dict(device),
-        "system": system_facts(out),
-        "packages": packages,
-        "variables": dict(variables),
-        "setup": dict(setup),
+        "python": about_python, "gpu": dict(device), "system": system_facts(out),
+        "packages": packages, "variables": dict(variables), "setup": dict(setup),
         "nvidia_smi": {"text": smi_text or None},
-    }
+    }  # fmt: skip
     return env, device, torch
 
 
 def as_text(env: Mapping[str, Any]) -> str:
-    """Return env.json as text for human eyes."""
+    fact = lambda key, value: f"{key:24} {'-' if value is None else value}"
     lines = []
     for section, values in env.items():
-        lines.append(f"[{section}]")
-        for key, value in values.items():
-            if key == "text":
-                lines.append(str(value))
-            else:
-                lines.append(f"{key:24} {'-' if value is None else value}")
-        lines.append("")
+        facts = [str(v) if key == "text" else fact(key, v) for key, v in values.items()]
+        lines += [f"[{section}]", *facts, ""]
     return "\n".join(lines)

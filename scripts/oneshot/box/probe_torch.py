@@ -9,6 +9,7 @@ import re
 import site
 import sys
 import sysconfig
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -60,14 +61,12 @@ def _flash_attn() -> str:
         return "not installed"
     except Exception as error:  # any binary mismatch: the class of it is the answer
         text = f"{type(error).__name__}: {error}"
-        for needle, name in (
-            ("undefined symbol", "built for another torch (undefined symbol)"),
-            ("libcudart", "built for another CUDA (libcudart missing)"),
-            ("no kernel image", "built for another GPU (no kernel image)"),
-        ):
-            if needle in text:
-                return f"broken: {name}"
-        return f"broken: {text[:200]}"
+        known = {
+            "undefined symbol": "built for another torch (undefined symbol)",
+            "libcudart": "built for another CUDA (libcudart missing)",
+            "no kernel image": "built for another GPU (no kernel image)",
+        }
+        return f"broken: {next((known[word] for word in known if word in text), text[:200])}"
 
 
 def _startup() -> list[str]:
@@ -77,66 +76,54 @@ def _startup() -> list[str]:
         spec = importlib.util.find_spec(name)
         if spec and spec.origin and not spec.origin.startswith(("/usr/lib/", "/etc/")):
             out.append(spec.origin)
+    of_tools = ("distutils-precedence.pth", "_virtualenv.pth")
     for folder in {*site.getsitepackages(), site.getusersitepackages()}:
         for path in sorted(Path(folder).glob("*.pth")):
-            try:
+            with suppress(OSError):
                 text = path.read_text(encoding="utf-8", errors="replace")
-            except OSError:
-                continue
-            known = path.name in ("distutils-precedence.pth", "_virtualenv.pth")  # of the tools
-            if not known and re.search(r"(?m)^import\s", text):
-                out.append(str(path))
+                if path.name not in of_tools and re.search(r"(?m)^import\s", text):
+                    out.append(str(path))
     return out
 
 
 def facts() -> dict:
     out: dict = {
-        "python": sys.version.split()[0],
-        "prefix": sys.prefix,
-        "base_prefix": sys.base_prefix,
+        "python": sys.version.split()[0], "prefix": sys.prefix, "base_prefix": sys.base_prefix,
         "python_h": (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "startup": _startup(),
-    }
+        "packages": {name: _version(name) for name in PACKAGES}, "startup": _startup(),
+    }  # fmt: skip
     try:
         import torch
     except Exception as error:  # the report says so and goes on without
-        out["torch_error"] = f"{type(error).__name__}: {error}"[:500]
-        return out
-    out["torch"] = torch.__version__
-    out["cuda_build"] = torch.version.cuda
-    out["hip"] = torch.version.hip
-    out["cxx11abi"] = torch.compiled_with_cxx11_abi()
+        return {**out, "torch_error": f"{type(error).__name__}: {error}"[:500]}
+    abi, version = torch.compiled_with_cxx11_abi(), torch.version
     requires = metadata.requires("torch") or []
     named = re.compile(r"(pytorch[-_.])?triton\b(?![-_.][A-Za-z])", re.IGNORECASE)
-    out["triton_pin"] = next((r for r in requires if named.match(r)), None)
+    pin = next((r for r in requires if named.match(r)), None)
+    out.update(torch=torch.__version__, cuda_build=version.cuda, hip=version.hip)
+    out.update(cxx11abi=abi, triton_pin=pin)
     try:
         out["triton"] = _triton()
         out["cuda_driver"] = _cuda_driver()
         out["cuda_available"] = torch.cuda.is_available()
         if not out["cuda_available"]:
-            if torch.version.cuda:
-                try:
-                    torch.cuda.init()
-                except Exception as error:  # its text is the cause we are after
-                    out["cuda_error"] = f"{type(error).__name__}: {error}"[:500]
+            if version.cuda:
+                torch.cuda.init()  # the text of its error is the cause we are after
             return out
         p = torch.cuda.get_device_properties(0)
         out["device"] = {
-            "name": p.name,
-            "sm": f"{p.major}.{p.minor}",
-            "sm_count": p.multi_processor_count,
+            "name": p.name, "sm": f"{p.major}.{p.minor}", "sm_count": p.multi_processor_count,
             "l2_mib": round(getattr(p, "L2_cache_size", 0) / 2**20, 1) or None,
-            "torch_mem_mib": p.total_memory // 2**20,
-            "count": torch.cuda.device_count(),
-        }
+            "torch_mem_mib": p.total_memory // 2**20, "count": torch.cuda.device_count(),
+        }  # fmt: skip
         out["arch_list"] = torch.cuda.get_arch_list()
         out["cudnn"] = torch.backends.cudnn.version()
         torch.ones(8, device="cuda").sum().item()
         out["cuda_works"] = True
     except Exception as error:
         out["cuda_error"] = f"{type(error).__name__}: {error}"[:500]
-    out["flash_attn"] = _flash_attn()
+    if out.get("cuda_available") is not False:
+        out["flash_attn"] = _flash_attn()
     return out
 
 

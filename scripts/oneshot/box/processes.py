@@ -14,8 +14,6 @@ from typing import Any
 
 GRACE_S = 1.5  # for the stacks; the supervisor kills 3 s after its SIGABRT
 TAG = "ONESHOT_TAG"  # environment variable that a stage and all its descendants carry
-
-
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
@@ -115,10 +113,10 @@ class Family:
         total = 0
         for _ in range(5):  # one may fork while we look
             pids = self.survivors()
-            if not pids:
-                break
             total += len(pids)
             for pid in pids:
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
+            if not pids:
+                break
         return total

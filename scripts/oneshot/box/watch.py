@@ -11,8 +11,7 @@ from typing import Any
 
 from scripts.oneshot.box import cards
 from scripts.oneshot.box import env as box
-from scripts.oneshot.box.telemetry import Telemetry
-from scripts.oneshot.box.xid import LOST, Xid, XidListener
+from scripts.oneshot.box.xid import LOST, Telemetry, Xid, XidListener
 from scripts.oneshot.record.judge import Status
 from scripts.oneshot.record.model import Stage, StageResult
 
@@ -53,9 +52,8 @@ class Watch:
         self.several, self._smi = several, smi
         self._event, self._note, self._say = event, note, say
         self.telemetry: Telemetry | None = None
-        self.gone: dict[int | None, tuple[str, str]] = {
-            c.index: _silent(c.problem) for c in several if c.problem
-        }
+        broken = {card.index: _silent(card.problem) for card in several if card.problem}
+        self.gone: dict[int | None, tuple[str, str]] = broken
         self._listeners: list[tuple[int | None, XidListener]] = []
         self._deaf: set[int | None] = set()  # the cards whose listener said that it hears nothing
         self._reported: list[tuple[int | None, Xid]] = []  # of the running stage
@@ -82,23 +80,18 @@ class Watch:
             self._note(f"NVLink errors are not known ({error})", "info")
             return {}
 
-    def _compare_links(self) -> None:
-        """Say whether links counted errors since the run began."""
-        before, after = self._links, self._read_links() if self._links else {}
-        more = {link: n - before.get(link, n) for link, n in after.items()}
-        grown = [f"{link} +{n}" for link, n in more.items() if n > 0]
-        if grown:
-            self._note(f"NVLink counted errors during the run: {', '.join(grown)}")
-        elif after:
-            self._note(f"NVLink: none of {len(after)} error counters grew", "info")
-
     def stop(self) -> None:
         if self.telemetry:
             self.telemetry.stop()
         for _, listener in self._listeners:
             listener.stop()
         self.hear(None)
-        self._compare_links()
+        before, after = self._links, self._read_links() if self._links else {}
+        more = {link: n - before.get(link, n) for link, n in after.items()}
+        if grown := [f"{link} +{n}" for link, n in more.items() if n > 0]:
+            self._note(f"NVLink counted errors during the run: {', '.join(grown)}")
+        elif after:
+            self._note(f"NVLink: none of {len(after)} error counters grew", "info")
 
     def why_not(self, stage: Stage) -> tuple[Status, str, str | None] | None:
         """Return why `stage` cannot have its card as (status, reason, kind), or None."""
@@ -137,13 +130,10 @@ class Watch:
         faults = [xid for index, xid in self._reported if xid.critical and index in mine]
         if not faults:
             return result
-        said = "; ".join(dict.fromkeys(xid.text for xid in faults))
-        return replace(
-            result,
-            status=Status.INFRA if result.status is Status.PASS else result.status,
-            kind="GPU_LOST" if Xid(LOST) in faults else "XID",
-            reason=f"{said}; {result.reason}" if result.reason else said,
-        )
+        said = [*dict.fromkeys(xid.text for xid in faults), *filter(None, [result.reason])]
+        status = Status.INFRA if result.status is Status.PASS else result.status
+        kind = "GPU_LOST" if Xid(LOST) in faults else "XID"
+        return replace(result, status=status, kind=kind, reason="; ".join(said))
 
     def after_failure(self, result: StageResult) -> None:
         """Look whether the cards of the stage are still there and their memory is free again."""
@@ -160,10 +150,9 @@ class Watch:
                 except box.ProbeFailed as error:
                     self._lose(index, *_silent(f"{it} does not answer after {result.id}: {error}"))
         watched = next((card.index for card in cards.good(self.several)), None)
-        if self.telemetry and watched in mine and watched not in self.gone:
-            if not self.telemetry.wait_for_memory(VRAM_WAIT_S):
-                text = f"GPU_BUSY: memory of {result.id} is still held"
-                self._lose(watched, text, "GPU_BUSY")
+        looked_at = self.telemetry and watched in mine and watched not in self.gone
+        if looked_at and not self.telemetry.wait_for_memory(VRAM_WAIT_S):
+            self._lose(watched, f"GPU_BUSY: memory of {result.id} is still held", "GPU_BUSY")
 
     def _lose(self, index: int | None, text: str, kind: str) -> None:
         if index not in self.gone:

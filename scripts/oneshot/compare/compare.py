@@ -1,11 +1,8 @@
 """The `compare` verb: what changed from bundle A to bundle B, and is it faster or slower.
 
-A case is FASTER or SLOWER only when the two 95 % intervals are further apart than the noise floor
-of either box (at least 1 %), its fastest and its p80 samples moved the same way, and clock cycles
-agree. SAME needs a small change between two narrow intervals. Everything else is AMBIGUOUS, with
-the reason. Times of unlike boxes are NOT_COMPARABLE; parity and status are compared all the same.
-Proof that A has and B does not is a regression, unless B was not asked for it (another profile,
---only, --skip, fewer cards).
+RULES says how a case is judged. Parity and status are compared on unlike boxes too. Proof that A
+has and B does not is a regression, unless B was not asked for it (another profile, --only, --skip,
+fewer cards).
 
 Exit code 0: nothing worse; 1: a regression of the kinds in --fail-on; 2: usage; 5: no times could
 be compared, B lacks times that it was asked for, or one of them does not pass `verify`. Nothing of
@@ -17,22 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from scripts.oneshot.compare.comparison import (
-    EXIT_NOT_COMPARABLE,
-    EXIT_SAME,
-    EXIT_USAGE,
-    VERDICTS,
-    Cell,
-    Comparison,
-    aligned,
-    compare,
-)
+from scripts.oneshot.compare import comparison
+from scripts.oneshot.compare.comparison import Cell, Comparison, aligned, compare
 from scripts.oneshot.compare.verify import verified
 from scripts.oneshot.record.capture import plain
-from scripts.oneshot.record.markdown import cell, code, us_ci
+from scripts.oneshot.record.markdown import cell, code, us
 from scripts.oneshot.record.reading import BundleError
 
 FAIL_ON = ("slower", "parity", "ambiguous")
@@ -48,18 +39,21 @@ RULES = """How a case is judged (floor = the larger noise floor of A and B, at l
   NOT_COMPARABLE another GPU, power limit, major driver version, timer or cache mode (--force)"""
 
 
-def _change(c: Cell) -> str:
-    if c.change is None:
-        return "-"
-    text = f"{100 * c.change:+.1f} %"
-    if c.change_ci:
-        text += f" [{100 * c.change_ci[0]:+.1f}, {100 * c.change_ci[1]:+.1f}]"
-    return text
+def _rows(cells: list[Cell], case: Callable[[str], str], why: Callable[[str], str]) -> list[Any]:
+    """The cells as rows of a table; `case` and `why` make their texts fit for it."""
+    rows = []
+    for c in cells:
+        change = "-" if c.change is None else f"{100 * c.change:+.1f} %"
+        if c.change is not None and c.change_ci:
+            change += f" [{100 * c.change_ci[0]:+.1f}, {100 * c.change_ci[1]:+.1f}]"
+        times = us(c.a_us, c.a_ci), us(c.b_us, c.b_ci)
+        rows.append((case(c.case), *times, change, c.verdict, why(c.why)))
+    return rows
 
 
 def summary(result: Comparison) -> str:
     counts = result.counts()
-    parts = [f"{counts[v]} {v.lower().replace('_', ' ')}" for v in VERDICTS]
+    parts = [f"{counts[v]} {v.lower().replace('_', ' ')}" for v in comparison.VERDICTS]
     return ", ".join([*parts, f"{len(result.regressions)} parity or status regressions"])
 
 
@@ -69,9 +63,9 @@ def _first(lines: list[str]) -> list[str]:
     return [*lines[:MAX_LISTED], f"and {more} more"] if more > 0 else lines
 
 
-def as_text(result: Comparison, code_: int, explain: bool = False) -> str:
-    out = [f"A  {result.a}", f"B  {result.b}"]
+def as_text(result: Comparison, code_: int, explain: bool) -> str:
     changes = result.environment
+    out = [f"A  {result.a}", f"B  {result.b}"]
     out.append("environment  " + ("same" if not changes else f"{len(changes)} differences"))
     out += [f"  {line}" for line in _first(changes)]
     out += [f"note         {line}" for line in result.notes]
@@ -83,23 +77,17 @@ def as_text(result: Comparison, code_: int, explain: bool = False) -> str:
     if explain:
         out += ["", RULES, f"  floor here     {100 * result.floor:.1f} %", ""]
     if result.cells:
-        rows = [("case", "A [95 % CI]", "B [95 % CI]", "change", "verdict", "why")]
-        rows += [
-            (plain(c.case), us_ci(c.a_us, c.a_ci), us_ci(c.b_us, c.b_ci), _change(c), c.verdict,
-             plain(c.why))
-            for c in result.cells
-        ]  # fmt: skip
-        out += aligned(rows)
+        heads = ("case", "A [95 % CI]", "B [95 % CI]", "change", "verdict", "why")
+        out += aligned([heads, *_rows(result.cells, plain, plain)])
     out.append(f"summary  {summary(result)}  exit {code_}")
     return "\n".join(out)
 
 
-def as_markdown(result: Comparison, code_: int, explain: bool = False) -> str:
-    out = [f"**{summary(result)}** (exit {code_})", "", f"- A: {cell(result.a)}",
-           f"- B: {cell(result.b)}"]  # fmt: skip
-    out += [f"- {cell(line)}" for line in result.notes]
+def as_markdown(result: Comparison, code_: int, explain: bool) -> str:
+    said = [f"A: {result.a}", f"B: {result.b}", *result.notes]
     if result.incomparable:
-        out.append(f"- times are NOT_COMPARABLE: {cell('; '.join(result.incomparable))}")
+        said.append(f"times are NOT_COMPARABLE: {'; '.join(result.incomparable)}")
+    out = [f"**{summary(result)}** (exit {code_})", "", *(f"- {cell(line)}" for line in said)]
     for title, lines in (
         ("Environment", result.environment), ("Status", result.status),
         ("Regressions", result.regressions), ("Repaired", result.repaired),
@@ -107,13 +95,9 @@ def as_markdown(result: Comparison, code_: int, explain: bool = False) -> str:
         if lines:
             out += ["", f"### {title}", "", *(f"- {cell(line)}" for line in _first(lines))]
     if result.cells:
-        out += ["", "### Times", "", "| case | A | B | change | verdict | why |",
-                "|---|---|---|---|---|---|"]  # fmt: skip
-        out += [
-            f"| {code(c.case)} | {us_ci(c.a_us, c.a_ci)} | {us_ci(c.b_us, c.b_ci)} | {_change(c)} "
-            f"| {c.verdict} | {cell(c.why)} |"
-            for c in result.cells
-        ]
+        heads = ["| case | A | B | change | verdict | why |", "|---|---|---|---|---|---|"]
+        rows = [f"| {' | '.join(row)} |" for row in _rows(result.cells, code, cell)]
+        out += ["", "### Times", "", *heads, *rows]
     if explain:
         out += ["", "```text", RULES, "```"]
     return "\n".join(out)
@@ -154,11 +138,11 @@ def main(argv: list[str]) -> int:
     except (BundleError, KeyError, TypeError, AttributeError) as error:
         text = str(error) if isinstance(error, BundleError) else f"broken bundle: {error!r}"
         print(plain(text)[:500], file=sys.stderr)
-        return EXIT_USAGE
+        return comparison.EXIT_USAGE
     result.notes[:0] = doubts
     status = result.exit_code(args.fail_on or ["slower", "parity"])
-    if doubts and status == EXIT_SAME:
-        status = EXIT_NOT_COMPARABLE
+    if doubts and status == comparison.EXIT_SAME:
+        status = comparison.EXIT_NOT_COMPARABLE
     if args.json:
         data = {**asdict(result), "counts": dict(result.counts()), "exit_code": status}
         print(json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1))

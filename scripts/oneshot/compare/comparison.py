@@ -10,9 +10,10 @@ from typing import Any
 from scripts.oneshot.record.capture import plain
 from scripts.oneshot.record.markdown import is_interval
 from scripts.oneshot.record.reading import held_to_rules
-from scripts.oneshot.record.rows import NUMBERED, is_number
+from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
 from scripts.oneshot.report.evidence import ASSUMED_FLOOR, noise_floor
 
+Row = Mapping[str, Any]
 EXIT_SAME, EXIT_WORSE, EXIT_USAGE, EXIT_NOT_COMPARABLE = 0, 1, 2, 5
 VERDICTS = ("FASTER", "SLOWER", "SAME", "AMBIGUOUS", "NEW", "GONE", "NOT_COMPARABLE")
 EVENT_RESOLUTION_US = 0.5
@@ -34,31 +35,24 @@ class Side:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Side:
-        rows = [
-            held_to_rules(data[key], kind)[0]
-            for kind, key in (("bench", "bench"), ("parity", "parity"), ("test", "tests"))
-        ]
+        kinds = {"bench": "bench", "parity": "parity", "tests": "test"}
+        rows = [held_to_rules(data[key], kind)[0] for key, kind in kinds.items()]
         return cls(data, *rows, noise_floor(data["health"]))
 
     def headline(self) -> str:
         git, device = self.data["git"], self.data["device"]
         python = self.data["env"].get("python", {})
         floor = "not measured" if self.floor is None else f"{100 * self.floor:.1f} %"
-        parts = (
-            f"{git.get('short')}{' DIRTY' if git.get('dirty') else ''}",
-            str(device.get("name") or f"no GPU ({self.data['scope']})"),
-            f"drv {device.get('driver') or '-'}",
-            f"torch {python.get('torch') or '-'} triton {python.get('triton') or '-'}",
-            f"floor {floor}",
-            f"{self.data['verdict']['status']}",
+        return plain(
+            f"{git.get('short')}{' DIRTY' if git.get('dirty') else ''}  "
+            f"{device.get('name') or 'no GPU (' + self.data['scope'] + ')'}  "
+            f"drv {device.get('driver') or '-'}  torch {python.get('torch') or '-'} "
+            f"triton {python.get('triton') or '-'}  floor {floor}  {self.data['verdict']['status']}"
         )
-        return plain("  ".join(parts))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The judgement of one bench case."""
-
     case: str
     verdict: str
     why: str
@@ -89,16 +83,14 @@ class Comparison:
 
     def exit_code(self, fail_on: Sequence[str]) -> int:
         counts = self.counts()
-        worse = ("parity" in fail_on and self.regressions) or any(
-            name in fail_on and counts[name.upper()] for name in ("slower", "ambiguous")
-        )
-        if worse:
+        worse = {"parity": self.regressions, "slower": counts["SLOWER"]}
+        worse["ambiguous"] = counts["AMBIGUOUS"]
+        if any(worse[name] for name in fail_on):
             return EXIT_WORSE
         judged = any(counts[v] for v in ("FASTER", "SLOWER", "SAME", "AMBIGUOUS"))
         lost = any(c.verdict == "GONE" and not c.not_asked for c in self.cells)
-        if self.incomparable or lost or (self.cells and not judged):
-            return EXIT_NOT_COMPARABLE
-        return EXIT_SAME
+        unknown = self.incomparable or lost or (self.cells and not judged)
+        return EXIT_NOT_COMPARABLE if unknown else EXIT_SAME
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -108,9 +100,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [plain(line) for line in lines]
 
 
-def judge_case(
-    a: Mapping[str, Any], b: Mapping[str, Any], floor: float
-) -> tuple[str, str, float, list[float] | None]:
+def judge_case(a: Row, b: Row, floor: float) -> tuple[str, str, float, list[float] | None]:
     """(verdict, why, change of the median, its interval) of a case that has numbers on both sides.
 
     floor: relative difference that these boxes show between two runs of the same code.
@@ -124,28 +114,28 @@ def judge_case(
             return "AMBIGUOUS", f"no confidence interval in {name}", change, None
     (a_lo, a_hi), (b_lo, b_hi) = a["ci95_us"], b["ci95_us"]
     interval = [b_lo / a_hi - 1, b_hi / a_lo - 1]
-    shaky = [f"UNSTABLE in {n}: {'; '.join(r['why'])}" for n, r in (("A", a), ("B", b))
-             if r["status"] == "UNSTABLE"]  # fmt: skip
+    shaky = [(n, r["why"]) for n, r in (("A", a), ("B", b)) if r["status"] == "UNSTABLE"]
     if shaky:
-        return "AMBIGUOUS", "; ".join(shaky), change, interval
-    faster = change < 0
+        text = "; ".join(f"UNSTABLE in {name}: {'; '.join(why)}" for name, why in shaky)
+        return "AMBIGUOUS", text, change, interval
+    faster, verdict = change < 0, "AMBIGUOUS"
     # Each end counts against us: the floor covers what moves a whole box, the intervals the rest.
     apart = -interval[1] if faster else interval[0]
-    if apart > floor:
-        doubt = _doubts(a, b, faster, floor)
-        if doubt:
-            return "AMBIGUOUS", doubt, change, interval
-        gap = f"intervals {100 * apart:.1f} % apart, over the floor of {100 * floor:.1f} %"
-        return ("FASTER" if faster else "SLOWER"), gap, change, interval
     widths = [(hi - lo) / 2 / m for lo, hi, m in ((a_lo, a_hi, a_med), (b_lo, b_hi, b_med))]
-    if abs(change) <= floor:
-        if max(widths) <= floor:
-            return "SAME", "inside the floor", change, interval
+    if apart > floor:
+        why = _doubts(a, b, faster, floor)
+        if why is None:
+            verdict = "FASTER" if faster else "SLOWER"
+            why = f"intervals {100 * apart:.1f} % apart, over the floor of {100 * floor:.1f} %"
+    elif abs(change) > floor:
+        near = "over the floor, but the intervals are too near"
+        why = "intervals overlap" if apart <= 0 else near
+    elif max(widths) <= floor:
+        verdict, why = "SAME", "inside the floor"
+    else:
         wide = "A" if widths[0] > widths[1] else "B"
-        text = f"inside the floor, but the interval of {wide} is wider ({100 * max(widths):.1f} %)"
-        return "AMBIGUOUS", text, change, interval
-    why = "intervals overlap" if apart <= 0 else "over the floor, but the intervals are too near"
-    return "AMBIGUOUS", why, change, interval
+        why = f"inside the floor, but the interval of {wide} is wider ({100 * max(widths):.1f} %)"
+    return verdict, why, change, interval
 
 
 def _doubts(a: Mapping[str, Any], b: Mapping[str, Any], faster: bool, floor: float) -> str | None:
@@ -171,13 +161,8 @@ def _doubts(a: Mapping[str, Any], b: Mapping[str, Any], faster: bool, floor: flo
 
 def _keyed(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple, dict[str, Any]]:
     """Rows by the values of `names` and their number among the rows that share these values."""
-    seen: Counter[tuple] = Counter()
-    out = {}
-    for row in rows:
-        key = tuple(str(row.get(name)) for name in names)
-        out[(*key, seen[key])] = dict(row)
-        seen[key] += 1
-    return out
+    groups = grouped(rows, lambda row: tuple(str(row.get(name)) for name in names))
+    return {(*key, i): row for key, mine in groups.items() for i, row in enumerate(mine)}
 
 
 def _beside(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
@@ -253,35 +238,26 @@ def judge_cells(a: Side, b: Side, floor: float, incomparable: Sequence[str]) -> 
 
 
 def _facts(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The environment of a run as flat facts."""
     out = {f"device {k}": v for k, v in data["device"].items()}
     for section in SECTIONS:
-        for key, value in data["env"].get(section, {}).items():
-            name = key if section == "variables" else f"{section} {key}"
-            if not isinstance(value, (dict, list)):
-                out[name] = value
-    for key in ("profile", "scope", "partial"):
-        out[key] = data.get(key)
-    return {
-        k: v for k, v in out.items()
-        if k.split(" ")[-1] not in VOLATILE and not k.endswith("_free_mib")
-    }  # fmt: skip
+        before = "" if section == "variables" else f"{section} "
+        facts = data["env"].get(section, {}).items()
+        out |= {before + k: v for k, v in facts if not isinstance(v, (dict, list))}
+    out |= {key: data.get(key) for key in ("profile", "scope", "partial")}
+    told = lambda name: name.split(" ")[-1] not in VOLATILE and not name.endswith("_free_mib")
+    return {k: v for k, v in out.items() if told(k)}
 
 
 def environment_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    out = [
-        plain(f"{key} {'-' if x is None else x} -> {'-' if y is None else y}")[:300]
-        for key, x, y in _beside(_facts(a), _facts(b))
-        if x != y
-    ]
-    for name, words in (
-        ("diff_sha256", "uncommitted changes differ"),
-        ("source_sha256", "the sources differ, by their hash"),
-    ):
-        x, y = a["git"].get(name), b["git"].get(name)
-        # Only where git cannot tell the sources have a hash, so one side alone says nothing.
-        if x != y and (name == "diff_sha256" or x and y):
-            out.append(words)
+    shown = lambda value: "-" if value is None else value
+    facts = _beside(_facts(a), _facts(b))
+    out = [plain(f"{key} {shown(x)} -> {shown(y)}")[:300] for key, x, y in facts if x != y]
+    changed = lambda name: a["git"].get(name) != b["git"].get(name)
+    if changed("diff_sha256"):
+        out.append("uncommitted changes differ")
+    # Only where git cannot tell the sources have a hash, so one side alone says nothing.
+    if changed("source_sha256") and all(one["git"].get("source_sha256") for one in (a, b)):
+        out.append("the sources differ, by their hash")
     return out
 
 
@@ -291,52 +267,40 @@ def box_of(data: Mapping[str, Any]) -> dict[str, Any]:
     if data["scope"] == "cpu":
         return {"scope": "cpu", "CPU": data["env"].get("system", {}).get("cpu")}
     driver = str(device.get("driver") or "").split(".")[0] or None
-    return {
-        "scope": data["scope"], "GPU": device.get("name"), "driver major": driver,
-        "power limit": device.get("power_limit_w"), "MIG": bool(device.get("mig")),
-    }  # fmt: skip
-
-
-def why_not_comparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Facts that make times of two bundles two different questions."""
-    x, y = box_of(a), box_of(b)
-    return [plain(text) for text in _moved(x, y, *dict.fromkeys([*x, *y]))]
+    card = {"GPU": device.get("name"), "driver major": driver, "MIG": bool(device.get("mig"))}
+    return {"scope": data["scope"], **card, "power limit": device.get("power_limit_w")}
 
 
 def _proofs(a: Side, b: Side) -> tuple[list[str], list[str]]:
     """(what was right in A and is not in B, what was wrong in A and is right in B)."""
-    worse, better = [], []
-    kinds = (
-        ("parity", ("op", "case", "dtype"), "status", "PASS"),
-        ("test", ("nodeid",), "outcome", "passed"),
-    )
+    worse, better, gone = [], [], ("absent", "skipped")
     other_card = a.data["device"].get("name") != b.data["device"].get("name")
     lost: dict[tuple[str, str, str, str], list[str]] = {}  # (kind, stage, was, now): names
-    for kind, names, state, good in kinds:
-        sides = (_keyed(s.parity if kind == "parity" else s.tests, names) for s in (a, b))
+    for kind, (name, *more), state, good in (
+        ("parity", ("case", "op", "dtype"), "status", "PASS"),
+        ("test", ("nodeid",), "outcome", "passed"),
+    ):
+        sides = (_keyed(s.parity if kind == "parity" else s.tests, (name, *more)) for s in (a, b))
         for _, x, y in _beside(*sides):
             was, now = (row[state] if row else "absent" for row in (x, y))
-            name = (x or y)["case" if kind == "parity" else "nodeid"]
-            if was == now:
-                continue
-            if now in ("absent", "skipped"):
+            case = (x or y)[name]
+            if now in gone:
                 # Another card has its own reasons to skip a test.
                 expected = other_card if y else not asked_for(a, b, x["stage"])
                 if was == good and not expected:
-                    lost.setdefault((kind, x["stage"], was, now), []).append(name)
+                    lost.setdefault((kind, x["stage"], was, now), []).append(case)
                 continue
             why = "; ".join(y["why"]) if kind == "parity" else str(y.get("reason") or "")
-            text = plain(f"{kind} {name} {was} -> {now}" + (f" ({why})" if why else ""))
-            if now != good and was in (good, "absent", "skipped"):
+            text = plain(f"{kind} {case} {was} -> {now}" + (f" ({why})" if why else ""))
+            if now != good and was in (good, *gone):
                 worse.append(text)
-            elif now == good and was not in ("absent", "skipped"):
+            elif now == good and was not in (good, *gone):
                 better.append(text)
     for (kind, stage, was, now), names in lost.items():
+        said = [f"{kind} {was} -> {now} {len(names)} times in {stage}, first {names[0]}"]
         if len(names) <= 3:
-            worse += [plain(f"{kind} {name} {was} -> {now}") for name in names]
-        else:
-            said = f"{kind} {was} -> {now} {len(names)} times in {stage}, first {names[0]}"
-            worse.append(plain(said))
+            said = [f"{kind} {name} {was} -> {now}" for name in names]
+        worse += map(plain, said)
     for _, x, y in _beside(_keyed(a.bench, BENCH_KEY), _keyed(b.bench, BENCH_KEY)):
         if x and y and x["status"] in NUMBERED and y["status"] in ("INVALID", "FAILED"):
             why = "; ".join(y["why"])
@@ -344,14 +308,13 @@ def _proofs(a: Side, b: Side) -> tuple[list[str], list[str]]:
     return worse, better
 
 
-def compare(
-    a_data: Mapping[str, Any], b_data: Mapping[str, Any], force: bool = False
-) -> Comparison:
+def compare(a_data: Row, b_data: Row, force: bool = False) -> Comparison:
     """Everything that changed from bundle object A to bundle object B."""
     a, b = Side.of(a_data), Side.of(b_data)
     floors = [f for f in (a.floor, b.floor) if f is not None]
     floor = max([ASSUMED_FLOOR, *floors])
-    incomparable = why_not_comparable(a_data, b_data)
+    x, y = box_of(a_data), box_of(b_data)  # unlike ones make their times two different questions
+    incomparable = [plain(text) for text in _moved(x, y, *dict.fromkeys([*x, *y]))]
     notes = []
     if len(floors) < 2:
         notes.append("a noise floor was not measured; at least 1 % is assumed")
@@ -372,13 +335,9 @@ def compare(
             why = f"  ({y['reason']})" if y and y.get("reason") else ""
             status.append(plain(f"{stage}  {was} -> {now}{why}"))
             unproven = now in ("NOT_RUN", "SKIPPED", "absent") and x and x.get("required", True)
-            if was == "PASS" and (
-                now in ("FAIL", "CRASH", "TIMEOUT", "INFRA")
-                or (unproven and (y or asked_for(a, b, stage)))
-            ):
+            lost = unproven and (y or asked_for(a, b, stage))
+            if was == "PASS" and (lost or now in ("FAIL", "CRASH", "TIMEOUT", "INFRA")):
                 worse.append(plain(f"stage {stage} PASS -> {now}"))
-    cells = judge_cells(a, b, floor, incomparable)
-    return Comparison(
-        a.headline(), b.headline(), environment_changes(a_data, b_data), incomparable, status,
-        worse, better, cells, floor, notes,
-    )  # fmt: skip
+    environment, cells = environment_changes(a_data, b_data), judge_cells(a, b, floor, incomparable)
+    found = (environment, incomparable, status, worse, better, cells, floor, notes)
+    return Comparison(a.headline(), b.headline(), *found)

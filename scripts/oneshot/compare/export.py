@@ -37,8 +37,7 @@ LIBS = ("torch", "triton", "cuda", "driver")
 
 def trace(row: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """One VALID or FAILED bench row of the bundle `data` as a trace."""
-    git, device = data["git"], data["device"]
-    env = data["env"]
+    git, device, env = data["git"], data["device"], data["env"]
     versions = {**env.get("python", {}), "driver": device.get("driver")}
     hardware = device.get("name") or env.get("system", {}).get("cpu") or "unknown"
     definition = "_".join(["nsa", *(str(row[n]) for n in NAMES if row.get(n) is not None)])
@@ -59,20 +58,17 @@ def trace(row: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
         evaluation["correctness"] = {"max_relative_error": "NaN", "max_absolute_error": error}
     if valid:
         ours, base = row["median_us"], row.get("base_median_us")
-        beside = {"reference_latency_ms": base / 1e3, "speedup_factor": base / ours} if is_number(
-            base) else {}  # fmt: skip
-        evaluation["performance"] = {"latency_ms": ours / 1e3, **beside}
+        times = {"latency_ms": ours / 1e3}
+        if is_number(base):
+            times |= {"reference_latency_ms": base / 1e3, "speedup_factor": base / ours}
+        evaluation["performance"] = times
     commit = f"{git.get('short')}{'_dirty' if git.get('dirty') else ''}"
-    return {
-        "definition": definition,
-        "workload": {
-            "uuid": str(uuid.uuid5(uuid.NAMESPACE_OID, dumps([definition, axes]))),
-            "axes": axes,
-            "inputs": {name: {"type": "random"} for name in "qkv"},
-        },
-        "solution": f"{row.get('candidate')}_{commit}".replace(" ", "_"),
-        "evaluation": evaluation,
-    }
+    solution = f"{row.get('candidate')}_{commit}".replace(" ", "_")
+    workload = {
+        "uuid": str(uuid.uuid5(uuid.NAMESPACE_OID, dumps([definition, axes]))),
+        "axes": axes, "inputs": {name: {"type": "random"} for name in "qkv"},
+    }  # fmt: skip
+    return dict(definition=definition, workload=workload, solution=solution, evaluation=evaluation)
 
 
 def main(argv: list[str]) -> int:
@@ -85,13 +81,12 @@ def main(argv: list[str]) -> int:
     except BundleError as error:
         say(plain(str(error))[:500])
         return EXIT_USAGE
-    if problems:
-        say(plain(f"{args.bundle} does not verify: {problems[0]}")[:500])
-        return EXIT_NOT_COMPARABLE
     rows = held_to_rules(data["bench"], "bench")[0]
     kept = [r for r in rows if r["status"] in ("VALID", "FAILED") and r.get("bench") != "nccl"]
-    if not kept:
-        say(f"{args.bundle} has no VALID or FAILED row of a kernel")
+    if problems or not kept:
+        lacks = "has no VALID or FAILED row of a kernel"
+        why = f"does not verify: {problems[0]}" if problems else lacks
+        say(plain(f"{args.bundle} {why}")[:500])
         return EXIT_NOT_COMPARABLE
     try:
         write_atomic(args.trace, "".join(dumps(trace(row, data)) + "\n" for row in kept))

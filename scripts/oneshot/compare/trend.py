@@ -43,19 +43,15 @@ def line(data: Mapping[str, Any]) -> list[str]:
     """The cells of a run, by HEADS."""
     git, rows = data["git"], held_to_rules(data["bench"], "bench")[0]
     found, times = score(rows, data["health"]), []
-    percent, star = found["percent"], " *" if found["unstable"] else ""
     for case in CASES:  # a time needs no ceiling, as a score does
         row = row_of(case, rows) or {"status": "-"}
         mark = {"VALID": "", "UNSTABLE": " *"}.get(row["status"])
         times.append(row["status"] if mark is None else us(row["median_us"]) + mark)
-    return [
-        str(data["started"])[:16],
-        f"{git.get('short')}{' DIRTY' if git.get('dirty') else ''}",
-        data["verdict"]["status"],
-        "-" if percent is None else pct(percent / 100, 1) + star,
-        *times,
-        "; ".join(f"{case}: {why}" for case, why in found["missing"].items()),
-    ]
+    percent, star = found["percent"], " *" if found["unstable"] else ""
+    scored = "-" if percent is None else pct(percent / 100, 1) + star
+    lacks = "; ".join(f"{case}: {why}" for case, why in found["missing"].items())
+    commit = f"{git.get('short')}{' DIRTY' if git.get('dirty') else ''}"
+    return [str(data["started"])[:16], commit, data["verdict"]["status"], scored, *times, lacks]
 
 
 def main(argv: list[str]) -> int:
@@ -68,9 +64,9 @@ def main(argv: list[str]) -> int:
         for path in [one for given in args.bundles for one in bundles_at(given)]:
             try:
                 data, problems = verified(path)
+            except NoBundle:
+                raise
             except BundleError as error:
-                if isinstance(error, NoBundle):
-                    raise
                 data, problems = {}, [str(error)]
             if problems:
                 left_out.append(f"left out: {path} does not verify: {problems[0]}")

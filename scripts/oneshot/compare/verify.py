@@ -29,6 +29,7 @@ from bench.records import SAMPLES_KEPT, card_faults, claimed, doc_parser
 from scripts.oneshot.box.checkout import git_facts, same_sources
 from scripts.oneshot.compare.comparison import EVENT_RESOLUTION_US
 from scripts.oneshot.record import bundle as bundles
+from scripts.oneshot.record import reading
 from scripts.oneshot.record.capture import plain
 from scripts.oneshot.record.gate import decoded, found_in
 from scripts.oneshot.record.journal import dumps, parse_json, read_events
@@ -36,13 +37,14 @@ from scripts.oneshot.record.judge import Status
 from scripts.oneshot.record.markdown import cell, is_interval
 from scripts.oneshot.record.model import RunRecord
 from scripts.oneshot.record.outputs import short_report
-from scripts.oneshot.record.reading import BundleError, NoBundle, opened, read_bundle, rebuild
+from scripts.oneshot.record.reading import BundleError, NoBundle, opened, read_bundle, read_text
 from scripts.oneshot.record.redact import Redactor
 from scripts.oneshot.record.rows import NUMBERED, RowError, is_number, parse_row
 from scripts.oneshot.report.tables import check_csvs, check_health, check_texts
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLES = "bench/samples.jsonl"
+NO_SUMS = f"no {bundles.SUMS}"
 # By a later `render`, which renews their sums.
 REWRITTEN = ("report.md", "report.html", "issue.md", "plots/")
 ROUNDED_US = 0.002  # raw times are written in ns
@@ -58,16 +60,12 @@ def check(folder: Path) -> Iterator[str]:
     except BundleError as error:
         yield str(error)
         return
+    of_folder = (check_journal, check_samples, check_csvs, check_health, check_reports)
     try:
-        yield from check_rules(data)
-        yield from check_cards(data)
-        yield from check_journal(data, folder)
-        yield from check_samples(data, folder)
-        yield from check_csvs(data, folder)
-        yield from check_health(data, folder)
-        yield from check_reports(data, folder)
+        for found in (check_rules(data), check_cards(data), *(c(data, folder) for c in of_folder)):
+            yield from found
         if made_by_these_sources(data):
-            yield from check_texts(rebuild(folder)[0], folder)
+            yield from check_texts(reading.rebuild(folder)[0], folder)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         yield f"bundle.json has not the shape of its schema: {type(error).__name__}: {error}"
     redaction = data.get("redaction")
@@ -81,8 +79,8 @@ def verified(path: Path) -> tuple[dict[str, Any], list[str]]:
     """
     with opened(path) as folder:
         try:
-            found = dict.fromkeys(check(folder))
-            return rebuild(folder)[0], [p for p in found if not p.startswith(f"no {bundles.SUMS}")]
+            found = [p for p in dict.fromkeys(check(folder)) if not p.startswith(NO_SUMS)]
+            return reading.rebuild(folder)[0], found
         except (AttributeError, KeyError, TypeError) as error:
             raise BundleError(f"broken bundle: {error!r}") from None
 
@@ -96,19 +94,18 @@ def check_sums(folder: Path) -> Iterator[str]:
     """SHA256SUMS names every file of the bundle, and each is as it was."""
     path = folder / bundles.SUMS
     if not path.is_file():
-        yield f"no {bundles.SUMS}: the run did not come to its end, or was not packed"
+        yield f"{NO_SUMS}: the run did not come to its end, or was not packed"
         return
     listed: dict[str, str] = {}
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         match = re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line)
         if not match:
             yield f"{bundles.SUMS}:{number} is no check sum"
-            continue
-        digest, name = match.groups()
-        if name.startswith("/") or ".." in PurePosixPath(name).parts:
+        elif match[2].startswith("/") or ".." in PurePosixPath(match[2]).parts:
             yield f"{bundles.SUMS}:{number} names a file outside of the bundle"
-            continue
-        listed[name] = digest
+        else:
+            listed[match[2]] = match[1]
+    for name, digest in listed.items():
         file = folder / name
         if file.is_symlink() or not file.is_file():
             yield f"{name} is in {bundles.SUMS} and not in the bundle"
@@ -149,8 +146,8 @@ def check_rules(data: Mapping[str, Any]) -> Iterator[str]:
 def check_cards(data: Mapping[str, Any]) -> Iterator[str]:
     """A card that corrupts data is called so, and the stage that found it did not pass."""
     health = data["health"] or {}
-    rows = {"health": health}
-    rows |= {f"health_gpu{number}": row for number, row in (health.get("gpus") or {}).items()}
+    of_cards = {f"health_gpu{number}": row for number, row in (health.get("gpus") or {}).items()}
+    rows = {"health": health, **of_cards}
     passed = {stage["id"] for stage in data["stages"] if stage["status"] == "PASS"}
     for name, row in rows.items():
         faults = "; ".join(card_faults(row))
@@ -159,8 +156,7 @@ def check_cards(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_dates(data: Mapping[str, Any]) -> Iterator[str]:
-    """A run does not lie in the future, beyond what clocks of two boxes may differ by, and does not
-    end before it began."""
+    """A run does not lie in the future, beyond what clocks differ by, and ends after it began."""
     dates = {name: parse_date(data.get(name)) for name in ("started", "ended")}
     for stage in data["stages"]:
         dates[f"stage {stage['id']}"] = parse_date(stage.get("started"))
@@ -187,8 +183,7 @@ def _check_pass(stage: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[s
     bad += sum(row["status"] in ("INVALID", "FAILED") for row in mine("bench"))
     if bad:
         yield f"stage {stage['id']} is PASS with {bad} failed or invalid rows"
-    proven = outcomes.count("passed") + len(mine("parity"))
-    if stage.get("group") == "parity" and not proven:
+    if stage.get("group") == "parity" and not ("passed" in outcomes or mine("parity")):
         yield f"stage {stage['id']} is PASS and no test or parity case ran in it"
 
 
@@ -206,36 +201,29 @@ def check_row(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
         yield f"{case} is {status} and gives no reason"
     if kind == "bench" and status not in NUMBERED and (numbers := claimed(row)):
         yield f"{case} is {status} and still has numbers: {', '.join(numbers)}"
-    for what in (*_out_of_order(row), *_not_derived(row)):
-        yield f"{case}: {what}"
+    yield from (f"{case}: {what}" for what in _contradictions(row))
     reads = [row[n] for n in ("reads_actual", "reads_expected", "reads_seen") if row.get(n)]
     if len(set(reads)) > 1:
         yield f"{case}: keys were read {' and '.join(map(str, reads))} times, by who counts"
 
 
-def _out_of_order(row: Mapping[str, Any]) -> Iterator[str]:
-    """Which times of a row cannot be of the same samples."""
+def _contradictions(row: Mapping[str, Any]) -> Iterator[str]:
+    """Which numbers of a row cannot be of the same samples, or are not what its others give."""
     for name in ("median_us", "base_median_us", "speedup"):
         value = row.get(name)
         ci = row.get("speedup_ci95" if name == "speedup" else name.replace("median", "ci95"))
         if is_number(value) and is_interval(ci) and not ci[0] <= value <= ci[1]:
             yield f"{name} {value:g} lies outside of its own interval [{ci[0]:g}, {ci[1]:g}]"
-    ascending = [n for n in ("min_us", "p20_us", "median_us", "p80_us", "p95_us")
-                 if is_number(row.get(n))]  # fmt: skip
-    for low, high in pairwise(ascending):
+    ascending = ("min_us", "p20_us", "median_us", "p80_us", "p95_us")
+    for low, high in pairwise(n for n in ascending if is_number(row.get(n))):
         if row[low] > row[high] * (1 + 1e-9):
             yield f"{low} {row[low]:g} is over {high} {row[high]:g}"
-
-
-def _not_derived(row: Mapping[str, Any]) -> Iterator[str]:
-    """Which numbers of a row are not what its other numbers give."""
-    median = row.get("median_us")
+    median, base, speedup = (row.get(n) for n in ("median_us", "base_median_us", "speedup"))
     given: list[tuple[str, Any, Any]] = []
     if is_number(median) and median > 0:
         for name, amount, unit in (("gbs", "bytes", 1e3), ("tflops", "flops", 1e6)):
             if is_number(row.get(amount)):
                 given.append((name, row.get(name), row[amount] / median / unit))
-        base, speedup = row.get("base_median_us"), row.get("speedup")
         # What is UNSTABLE may spread as far; its raw times say whether the ratio is theirs.
         if row["status"] == "VALID" and is_number(base) and is_number(speedup) and speedup > 0:
             if not 1 / ALIKE < base / median / speedup < ALIKE:
@@ -267,23 +255,20 @@ def check_samples(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
     """What a row says of its times is what its raw times give, where all of them were kept; and
     there are raw times of every row of a bench that keeps them."""
     raw: dict[tuple[Any, ...], list[Any]] = {}
+    timed = [row for row in data["bench"] if row["status"] in NUMBERED]
     benches = {row.get("bench") for row in data["bench"] if row.get("order") == "ABBA"}
-    try:
-        lines = (folder / SAMPLES).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # none, or dropped on a full disk
-        lines = []
-        timed = [r for r in data["bench"] if r["status"] in NUMBERED and r.get("bench") in benches]
-        if timed and not any("disk" in str(note.get("text")) for note in data["notes"]):
-            yield f"no {SAMPLES}: {len(timed)} rows have times and no raw times support them"
+    lines = read_text(folder, SAMPLES)
+    if lines is None:  # none, or dropped on a full disk
+        bare = [row for row in timed if row.get("bench") in benches]
+        if bare and not any("disk" in str(note.get("text")) for note in data["notes"]):
+            yield f"no {SAMPLES}: {len(bare)} rows have times and no raw times support them"
         benches = set()
-    for line in lines:
+    for line in (lines or "").splitlines():
         with suppress(ValueError, KeyError, TypeError):  # half a line of a stage that was killed
             kept = parse_json(line)
             benches.add(kept["bench"])
             raw.setdefault(raw_key(kept), []).append(kept)
-    for row in data["bench"]:
-        if row["status"] not in NUMBERED:
-            continue
+    for row in timed:
         found = raw.get(raw_key(row))
         if not found:
             if row.get("bench") in benches and is_number(row.get("median_us")):
@@ -314,16 +299,16 @@ def _beside_raw(row: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[str
         yield "nothing says why its timing ended"
     if not us:
         return
+    n = row["n"] if is_number(row.get("n")) else None
     if every != 1 or base_every != 1:
-        n = row.get("n")
-        if is_number(n) and (every != -(-n // SAMPLES_KEPT) or len(us) != -(-n // every)):
+        if n is not None and (every != -(-n // SAMPLES_KEPT) or len(us) != -(-n // every)):
             yield f"n is {n}, and every {every}. of them would not leave {len(us)} raw times"
         for name, times in (("median_us", us), ("base_median_us", base)):
             if times and is_number(row.get(name)) and not min(times) <= row[name] <= max(times):
                 yield f"{name} {row[name]:g} is not among its raw times"
         return
-    if is_number(row.get("n")) and row["n"] != len(us):
-        yield f"n is {row['n']} and there are {len(us)} raw times"
+    if n not in (None, len(us)):
+        yield f"n is {n} and there are {len(us)} raw times"
     given: dict[str, float | None] = {"median_us": statistics.median(us), "min_us": min(us)}
     if base:
         given["base_median_us"] = statistics.median(base)
@@ -332,16 +317,13 @@ def _beside_raw(row: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[str
 
         given |= {f"p{q}_us": stats.quantile(us, q / 100) for q in (20, 80, 95)}
         for name, times in (("ci95_us", us), ("base_ci95_us", base)):
-            ci = stats.median_ci(times) if times else None
-            of_row = row.get(name)
-            if ci and is_interval(of_row) and max(
-                abs(a - b) for a, b in zip(ci, of_row, strict=True)
-            ) > ROUNDED_US:  # fmt: skip
+            ci, of_row = stats.median_ci(times) if times else None, row.get(name)
+            apart = zip(ci, of_row, strict=True) if ci and is_interval(of_row) else ()
+            if any(abs(a - b) > ROUNDED_US for a, b in apart):
                 yield f"{name} is not the interval of its raw times"
-        if row["status"] == "VALID" and row.get("stop"):
-            shaky = stats.too_few(len(us)) + stats.instability(us, EVENT_RESOLUTION_US)
-            if shaky:
-                yield f"it is VALID, and its raw times are not: {'; '.join(shaky)}"
+        shaky = stats.too_few(len(us)) + stats.instability(us, EVENT_RESOLUTION_US)
+        if row["status"] == "VALID" and row.get("stop") and shaky:
+            yield f"it is VALID, and its raw times are not: {'; '.join(shaky)}"
     for name, value in given.items():
         if is_number(row.get(name)) and abs(row[name] - value) > ROUNDED_US:
             yield f"{name} {row[name]:g} is {value:g} by its raw times"
@@ -359,21 +341,16 @@ def check_reports(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
     line = cell(data["verdict"]["one_line"], 1000)
     short = [t for t in short_report(data).splitlines() if t.startswith("**")]
     for name in ("report.md", "issue.md", "report.html"):
-        try:
-            text = (folder / name).read_text(encoding="utf-8", errors="replace")
-        except OSError:
+        if (text := read_text(folder, name)) is None:
             continue
+        heads, right = re.findall(r"(?m)^\*\*.*", text), {f"**{line}**", *short}
         if name == "report.html":
             try:
                 from scripts.oneshot.report.page import inline
             except ImportError:  # it comes with jinja2
                 continue
-            head = re.search(r"<h1>.*?</h1>", text, re.S)
-            right = bool(head) and head[0] == f"<h1>{inline(line)}</h1>"
-        else:
-            head = next((t for t in text.splitlines() if t.startswith("**")), None)
-            right = head in (f"**{line}**", *short)
-        if not right:
+            heads, right = re.findall(r"(?s)<h1>.*?</h1>", text), {f"<h1>{inline(line)}</h1>"}
+        if not right.issuperset(heads[:1] or [None]):
             yield f"{name} does not begin with the verdict of bundle.json"
 
 
@@ -391,14 +368,13 @@ def check_journal(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
     for key in replayed:
         if key != "files" and replayed[key] != data.get(key):
             yield f"{key} in bundle.json is not what events.jsonl gives"
-    for file in data["files"]:
-        name = str(file.get("path"))
-        path = folder / name
+    files = {str(file.get("path")): file.get("sha256") for file in data["files"]}
+    for name, digest in files.items():
         if name.startswith(REWRITTEN) or ".." in PurePosixPath(name).parts:
             continue
-        if not path.is_file():
+        if not (folder / name).is_file():
             yield f"{name} is listed in bundle.json and missing"
-        elif bundles.sha256(path) != file.get("sha256"):
+        elif bundles.sha256(folder / name) != digest:
             yield f"{name} is not the file that bundle.json lists"
 
 
@@ -414,8 +390,8 @@ def check_secrets(folder: Path, keep: tuple[str, ...] = ()) -> Iterator[str]:
             yield f"{name} is neither text nor a picture: nobody can vouch for it"
         for subject in (name, text or ""):
             clean, rules = found_in(subject, redactor)
+            found = ", ".join(f"{rule} x{n}" for rule, n in sorted(rules.items())) or "other"
             if clean != subject:
-                found = ", ".join(f"{rule} x{n}" for rule, n in sorted(rules.items())) or "other"
                 yield f"{redactor.text(name)} holds something private: {found}"
 
 
@@ -423,21 +399,19 @@ def main(argv: list[str]) -> int:
     p = doc_parser(__doc__, prog="oneshot verify")
     p.add_argument("bundle", type=Path, help="folder or .tgz of a run")
     args = p.parse_args(argv)
+    unread = "its plots"
     try:
         with opened(args.bundle) as folder:
             problems = list(dict.fromkeys(check(folder)))
             files = len(bundles.members(folder))
-            verdict, unread = None, "its plots"
-            if not problems:
-                data = read_bundle(folder)
-                verdict = data["verdict"]["one_line"]
-                if not made_by_these_sources(data):
-                    unread = "the tables and plots of its reports, which other sources made"
+            data = read_bundle(folder) if not problems else {}
+            if data and not made_by_these_sources(data):
+                unread = "the tables and plots of its reports, which other sources made"
     except NoBundle as error:
         print(error, file=sys.stderr)
         return 2
     except BundleError as error:
-        problems, files, verdict = [str(error)], 0, None
+        problems = [str(error)]
     for problem in problems:
         print(f"FAIL {plain(problem)[:500]}")
     if problems:
@@ -445,5 +419,5 @@ def main(argv: list[str]) -> int:
         return 1
     print(f"OK {files} files, rules kept, nothing private by shape; not checked: who made it, "
           f"whether the times were taken at all, {unread}")  # fmt: skip
-    print(plain(verdict)[:1000])
+    print(plain(data["verdict"]["one_line"])[:1000])
     return 0

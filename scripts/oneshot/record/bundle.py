@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import itertools
 import os
 import shutil
 import tarfile
@@ -22,17 +23,13 @@ SUMS = "SHA256SUMS"
 
 def previous_runs(folder: Path) -> list[Path]:
     """Earlier runs of the same commit, oldest first."""
-    prev = folder / "prev"
-    return sorted((p for p in prev.glob("*") if p.is_dir()), key=lambda p: p.name)
+    return sorted(p for p in (folder / "prev").glob("*") if p.is_dir())
 
 
 def free_name(path: Path) -> Path:
     """`path`, or where that is taken the first of path-2, path-3, ... that is not."""
-    candidate, n = path, 1
-    while candidate.exists():
-        n += 1
-        candidate = path.with_name(f"{path.stem}-{n}{path.suffix}")
-    return candidate
+    others = (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in itertools.count(2))
+    return next(one for one in itertools.chain([path], others) if not one.exists())
 
 
 def set_aside(folder: Path, run_id: str | None) -> Path | None:
@@ -66,39 +63,30 @@ def members(folder: Path) -> list[Path]:
 
 def inventory(folder: Path) -> list[dict[str, Any]]:
     """The `files` of bundle.json: everything but bundle.json itself and the check sums."""
-    return [
-        {"path": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": sha256(p)}
-        for p in members(folder)
-        if p.name not in ("bundle.json", SUMS)
-    ]
+    size = lambda p: {"bytes": p.stat().st_size, "sha256": sha256(p)}
+    files = [p for p in members(folder) if p.name not in ("bundle.json", SUMS)]
+    return [{"path": p.relative_to(folder).as_posix(), **size(p)} for p in files]
 
 
 def write_sums(folder: Path) -> None:
     """SHA256SUMS, which `sha256sum -c SHA256SUMS` checks inside the folder."""
-    lines = [
-        f"{sha256(p)}  {p.relative_to(folder).as_posix()}\n"
-        for p in members(folder)
-        if p.name != SUMS
-    ]
+    files = [p for p in members(folder) if p.name != SUMS]
+    lines = (f"{sha256(p)}  {p.relative_to(folder).as_posix()}\n" for p in files)
     write_atomic(folder / SUMS, "".join(lines))
 
 
 def renew_sums(folder: Path, names: Iterable[str]) -> None:
-    """The sums of the files `names` anew, those of all others as they stand; nothing without
-    SHA256SUMS. For a report that is rendered again."""
+    """The sums of `names` anew and all others as they are, for a report that is made again."""
     path = folder / SUMS
     if not path.is_file():
         return
-    lines = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        digest, _, name = line.partition("  ")
-        lines[name] = digest
-    lines.update({name: sha256(folder / name) for name in names})
+    listed = [line.partition("  ") for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = {name: digest for digest, _, name in listed}
+    lines |= {name: sha256(folder / name) for name in names}
     write_atomic(path, "".join(f"{lines[name]}  {name}\n" for name in sorted(lines)))
 
 
 def archive(folder: Path) -> Path:
-    """Where the archive of `folder` lies: beside it."""
     return folder.with_name(folder.name + ".tgz")
 
 

@@ -30,22 +30,15 @@ class StageLog:
     """Keeps the head and the tail of an endless output. Bytes in, lines on disk."""
 
     def __init__(
-        self,
-        path: Path,
-        redactor: Redactor,
-        cap_bytes: int = LOG_CAP_BYTES,
+        self, path: Path, redactor: Redactor, cap_bytes: int = LOG_CAP_BYTES,
         echo: Callable[[str], None] | None = None,
-    ) -> None:
-        self.path = path
-        self.lost_to_disk = 0
+    ) -> None:  # fmt: skip
+        self.path, self._redactor, self._echo = path, redactor, echo
         self.recent: deque[str] = deque(maxlen=300)
-        self._redactor, self._echo = redactor, echo
-        self._pem_lines = 0  # lines that may still belong to a PEM block
-        self._head_left = cap_bytes // 2
         self._tail: deque[str] = deque()
-        self._tail_bytes = 0
-        self._tail_cap = cap_bytes // 2
-        self._left_out = 0
+        self._head_left = self._tail_cap = cap_bytes // 2
+        self._tail_bytes = self._left_out = self.lost_to_disk = 0
+        self._pem_lines = 0  # lines that may still belong to a PEM block
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._partial = ""  # the unfinished line
         self._cut = 0  # characters left out of its middle
@@ -58,18 +51,15 @@ class StageLog:
             self._file = open(path, "w", encoding="utf-8", errors="replace", newline="\n")
 
     def feed(self, data: bytes) -> None:
-        """Take output in, in pieces of any size."""
-        text = self._decoder.decode(data)
-        parts = _NEWLINE.split(text)
-        for part in parts[:-1]:
+        *lines, rest = _NEWLINE.split(self._decoder.decode(data))
+        for part in lines:
             self._extend(part)
             self._finish_line()
-        self._extend(parts[-1])
+        self._extend(rest)
 
     def _extend(self, text: str) -> None:
         self._partial += text
-        over = max(0, len(self._partial) - LINE_CAP)
-        if over:
+        if (over := len(self._partial) - LINE_CAP) > 0:
             self._cut += over
             self._partial = self._partial[: LINE_CAP // 2] + self._partial[LINE_CAP // 2 + over :]
 
@@ -104,17 +94,14 @@ class StageLog:
             self._left_out += 1
 
     def _put(self, text: str) -> None:
-        if self._file is None or self.lost_to_disk:  # what is freed now is for the verdict
-            self.lost_to_disk += 1
-            return
-        try:
-            self._file.write(text)
-            self._file.flush()
-        except OSError:
-            self.lost_to_disk += 1
+        if self._file is not None and not self.lost_to_disk:  # what is freed is for the verdict
+            with suppress(OSError):
+                self._file.write(text)
+                self._file.flush()
+                return
+        self.lost_to_disk += 1
 
     def note(self, text: str) -> None:
-        """A line of our own, marked as such."""
         if self._partial:
             self._finish_line()
         self._write_line(f"[supervisor] {text}")
@@ -136,22 +123,20 @@ class StageLog:
         """What of the output cannot be read in the file any more, as a sentence; None: all can."""
         if self.lost_to_disk:
             return f"{self.lost_to_disk} lines could not be written to {self.path.name}"
-        try:
-            kept = os.path.samestat(self._stat, os.lstat(self.path))
-        except OSError:
-            kept = False
-        return None if kept else f"{self.path.name} was removed or replaced while it ran"
+        with suppress(OSError):
+            if os.path.samestat(self._stat, os.lstat(self.path)):
+                return None
+        return f"{self.path.name} was removed or replaced while it ran"
 
     def uncaught_error(self) -> str | None:
         """The last line of the last Python traceback in the output, if there is one."""
-        lines = list(self.recent)
-        for start in range(len(lines) - 1, -1, -1):
-            if lines[start].startswith("Traceback (most recent call last)"):
-                for line in lines[start + 1 :]:
-                    if _ERROR_LINE.match(line):
-                        return self._redactor.text(line)[:500]
-                return "an uncaught Python exception"
-        return None
+        found = None
+        for line in self.recent:
+            if line.startswith("Traceback (most recent call last)"):
+                found = ""
+            elif found == "" and _ERROR_LINE.match(line):
+                found = self._redactor.text(line)[:500]
+        return "an uncaught Python exception" if found == "" else found
 
 
 # kind -> what the output of a stage says when that is the cause; the first match names it

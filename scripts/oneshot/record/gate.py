@@ -27,9 +27,10 @@ def gate(folder: Path, redactor: Redactor) -> dict[str, Any]:
     """
     findings: list[dict[str, Any]] = []
     removed: list[str] = []
-    found = lambda rule, file, line, count=1: findings.append(
-        {"rule": rule, "file": file, "line": line, "count": count}
-    )
+
+    def found(rule: str, file: str, line: int | None, count: int = 1) -> None:
+        findings.append({"rule": rule, "file": file, "line": line, "count": count})
+
     for path in sorted(_unsealed(folder), key=lambda p: -len(p.parts)):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):  # a pipe, a device
             path.unlink()
@@ -42,7 +43,12 @@ def gate(folder: Path, redactor: Redactor) -> dict[str, Any]:
                 path.unlink()
                 removed.append(name)
                 continue
-            if (clean := _cleaned(text, path, redactor)) != text:
+            before, clean = redactor.counts.total(), redactor.text(text)
+            if path.suffix in _MARKUP:  # there a bare placeholder would be a tag
+                clean = _PLACEHOLDER.sub(r"&lt;\1&gt;", clean)
+            if clean != text:
+                if redactor.counts.total() == before:
+                    redactor.counts["other"] += 1
                 for number, line in enumerate(text.split("\n"), 1):
                     for rule, count in found_in(line, redactor)[1].items():
                         found(rule, name, number, count)
@@ -51,19 +57,16 @@ def gate(folder: Path, redactor: Redactor) -> dict[str, Any]:
         if safe != path.name:
             found("name", safe, 0)
             path.rename(free_name(path.with_name(safe)))
-    still = [
-        (found_in(name, redactor)[0], rule)
-        for path in _unsealed(folder)
-        for name in [path.relative_to(folder).as_posix()]
-        for text in (name, (decoded(path) or "") if path.is_file() else "")
-        for clean, rules in [found_in(text, redactor)]
-        if clean != text
-        for rule in rules or ("other",)
-    ]
     del findings[MOST_FINDINGS:]
-    for file, rule in still:
-        found(rule, file, None)
-    return {"gate": "failed" if still else "clean", "findings": findings, "removed": removed}
+    fine = len(findings)
+    for path in _unsealed(folder):
+        name = path.relative_to(folder).as_posix()
+        for text in (name, (decoded(path) or "") if path.is_file() else ""):
+            clean, rules = found_in(text, redactor)
+            for rule in (rules or ("other",)) if clean != text else ():
+                found(rule, found_in(name, redactor)[0], None)
+    state = "clean" if len(findings) == fine else "failed"
+    return {"gate": state, "findings": findings, "removed": removed}
 
 
 def _unsealed(folder: Path) -> list[Path]:
@@ -91,16 +94,6 @@ def decoded(path: Path) -> str | None:
     except UnicodeDecodeError:
         return None
     return None if "\0" in text else text
-
-
-def _cleaned(text: str, path: Path, redactor: Redactor) -> str:
-    before = redactor.counts.total()
-    clean = redactor.text(text)
-    if path.suffix in _MARKUP:  # there a bare placeholder would be a tag
-        clean = _PLACEHOLDER.sub(r"&lt;\1&gt;", clean)
-    if clean != text and redactor.counts.total() == before:
-        redactor.counts["other"] += 1
-    return clean
 
 
 def found_in(text: str, redactor: Redactor) -> tuple[str, Counter[str]]:

@@ -107,16 +107,12 @@ class Journal:
     """events.jsonl: one event per line, appended and flushed; fsynced at the edges of a stage."""
 
     def __init__(
-        self,
-        path: Path,
-        clean: Callable[[Any], Any] | None = None,
-        make_room: Callable[[], bool] = lambda: False,
-        seq: int = 0,
-    ) -> None:
-        self.path, self._make_room = path, make_room
+        self, path: Path, clean: Callable[[Any], Any] = lambda value: value,
+        make_room: Callable[[], bool] = lambda: False, seq: int = 0,
+    ) -> None:  # fmt: skip
+        self.path, self._clean, self._make_room = path, clean, make_room
         self.started = time.monotonic()
         self.lost = 0  # events that did not fit on the disk
-        self._clean = clean or (lambda value: value)
         self.seq = seq  # of the last event; a journal that is opened again counts on
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -150,11 +146,9 @@ class Journal:
 
     def keep_at(self, path: Path) -> None:
         """Put all that was written to `path`, where the file there is not ours or is none."""
-        try:
+        with suppress(OSError):
             if os.path.samestat(os.fstat(self._fd), os.lstat(path)):
                 return
-        except OSError:
-            pass
         data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
         write_atomic(path, data.decode("utf-8", "replace"))
         os.close(self._fd)
@@ -169,16 +163,12 @@ class Journal:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The whole events of a journal. A half last line, as a power cut leaves it, is dropped."""
-    events = []
-    try:
+    events, data = [], b""
+    with suppress(OSError):
         data = path.read_bytes() if path.is_file() else b""  # a pipe would never end
-    except OSError:
-        return events
     for line in data.split(b"\n"):
-        try:
+        with suppress(ValueError):
             event = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and isinstance(event.get("ev"), str):
-            events.append(event)
+            if isinstance(event, dict) and isinstance(event.get("ev"), str):
+                events.append(event)
     return events

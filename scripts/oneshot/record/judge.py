@@ -14,6 +14,8 @@ from scripts.oneshot.record.rows import is_number
 if TYPE_CHECKING:
     from scripts.oneshot.record.model import RunRecord, Stage, StageResult
 
+Rows = list[dict[str, Any]]
+Groups = dict[str, list["StageResult"]]
 EXIT_OK, EXIT_FAIL, EXIT_USAGE, EXIT_NOT_RUN, EXIT_INFRA = 0, 1, 2, 3, 4
 EXIT_INVALID, EXIT_REDACTION, EXIT_LOCKED = 5, 6, 75
 EXIT_BY_SIGNAL = {"sigint": 130, "sigterm": 143}  # SIGHUP is ignored: the run goes on
@@ -42,28 +44,19 @@ class Judgement:
 
 
 def judge(
-    stage: Stage,
-    rc: int | None,
-    rows: list[dict[str, Any]],
-    *,
-    unreadable: int = 0,
-    missing_outputs: tuple[str, ...] = (),
-    traceback: str | None = None,
-) -> Judgement:
+    stage: Stage, rc: int | None, rows: list[dict[str, Any]], *, unreadable: int = 0,
+    missing_outputs: tuple[str, ...] = (), traceback: str | None = None,
+) -> Judgement:  # fmt: skip
     """Status of a stage whose child ended by itself with exit code `rc`.
 
     Timeouts, signals and failed starts are judged by the supervisor, before this. `unreadable`
     counts lines of the result channel that were no rows; `traceback` is the last line of an
     uncaught error.
     """
-    return (
-        _wrong(stage, rc, rows)
-        or _ended(stage, rc, rows, traceback)
-        or _not_whole(stage, rows)
-        or _unproven(stage, rows, missing_outputs)
-        or _doubtful(stage, rows, unreadable)
-        or Judgement(Status.PASS)
-    )
+    found = _wrong(stage, rc, rows) or _ended(stage, rc, rows, traceback)
+    found = found or _not_whole(stage, rows)
+    found = found or _unproven(stage, rows, missing_outputs, unreadable)
+    return found or Judgement(Status.PASS)
 
 
 def _of(rows: list[dict[str, Any]], kind: str, *states: str) -> list[dict[str, Any]]:
@@ -84,24 +77,22 @@ def _wrong(stage: Stage, rc: int | None, rows: list[dict[str, Any]]) -> Judgemen
     if faults := [why for r in _of(rows, "health") for why in card_faults(r)]:
         return Judgement(Status.FAIL, "; ".join(faults), "CORRUPTION")
     broke = "pytest" in stage.argv and rc not in (0, 1)
-    for kind, states, words, name in (
-        ("parity", ("FAIL",), "parity cases wrong", "PARITY"),
-        ("parity", ("INVALID",), "parity cases not proven", "PARITY"),
-        ("test", ("failed", "error"), "tests failed", "ASSERT"),
-        ("bench", ("FAILED",), "bench cases failed", "BENCH"),
+    lost = f"; and exit code {rc}: tests may be missing" if broke else ""
+    for kind, states, words, name, more in (
+        ("parity", ("FAIL",), "parity cases wrong", "PARITY", lost),
+        ("parity", ("INVALID",), "parity cases not proven", "PARITY", lost),
+        ("test", ("failed", "error"), "tests failed", "ASSERT", lost),
+        ("bench", ("FAILED",), "bench cases failed", "BENCH", ""),
     ):
         if bad := _of(rows, kind, *states):
-            lost = f"; and exit code {rc}: tests may be missing" if broke else ""
-            text = _first(bad, _of(rows, kind), words) + (lost if kind != "bench" else "")
-            return Judgement(Status.FAIL, text, name)
+            return Judgement(Status.FAIL, _first(bad, _of(rows, kind), words) + more, name)
     return None
 
 
-def _ended(
-    stage: Stage, rc: int | None, rows: list[dict[str, Any]], traceback: str | None
-) -> Judgement | None:
+def _ended(stage: Stage, rc: int | None, rows: Rows, traceback: str | None) -> Judgement | None:
     """What the exit code says, where it is not 0."""
     runs_pytest, notes = "pytest" in stage.argv, _of(rows, "note")
+    words = {2: "interrupted or not collected", 3: "internal error", 4: "usage error"}
     if rc == 0:
         return None
     if runs_pytest and rc == 5:
@@ -110,35 +101,33 @@ def _ended(
         if notes and (note := notes[-1].get("text")):
             return Judgement(Status.SKIPPED, str(note), _memory(str(note)))
         return Judgement(Status.NOT_RUN, "the stage says that nothing could be run")
-    if runs_pytest and rc in (2, 3, 4):
-        words = {2: "interrupted or not collected", 3: "internal error", 4: "usage error"}
+    if runs_pytest and rc in words:
         return Judgement(Status.CRASH, f"pytest: {words[rc]}; {traceback or 'see the log'}")
-    if traceback:
-        return Judgement(Status.CRASH, traceback)
-    if rc == 1:
+    if rc == 1 and not traceback:
         warned = [str(r.get("text")) for r in notes if r.get("level") == "warn"]
         text = warned[-1] if warned else "exit code 1 and no row that says why"
         return Judgement(Status.FAIL, text, "ASSERT")
     text = "usage error, exit code 2" if rc == 2 else f"exit code {rc}"
-    return Judgement(Status.CRASH, text)
-
-
-def _of_tests(stage: Stage) -> bool:
-    return "pytest" in stage.argv or stage.proof == "tests"
+    return Judgement(Status.CRASH, traceback or text)
 
 
 def _not_whole(stage: Stage, rows: list[dict[str, Any]]) -> Judgement | None:
     """Tests or cases that are missing although the exit code is 0."""
     tests, skipped = _of(rows, "test"), _of(rows, "test", "skipped")
-    if _of_tests(stage) and not _of(rows, "test", "passed"):
-        if skipped:
-            reasons = sorted({str(r["reason"]) for r in skipped if r.get("reason")})
-            text = f"all {len(skipped)} tests skipped: {'; '.join(reasons[:3])}"
-            return Judgement(Status.NOT_RUN, text)
-        return Judgement(Status.NOT_RUN, "exit code 0, but no test ran")
-    if unfinished := _unfinished(rows, len(tests)):
-        return Judgement(Status.CRASH, unfinished)
-    found, what = (tests, "tests") if _of_tests(stage) else (_of(rows, "bench"), "bench cases")
+    of_tests = "pytest" in stage.argv or stage.proof == "tests"
+    if of_tests and not _of(rows, "test", "passed"):
+        reasons = sorted({str(r["reason"]) for r in skipped if r.get("reason")})
+        text = f"all {len(skipped)} tests skipped: {'; '.join(reasons[:3])}"
+        return Judgement(Status.NOT_RUN, text if skipped else "exit code 0, but no test ran")
+    begun = [r["tests"] for r in rows if r["kind"] == "session" and not r["ended"]]
+    ended = sum(r["kind"] == "session" and r["ended"] for r in rows)
+    if len(tests) < sum(begun):
+        text = f"exit code 0, but {len(tests)} of {sum(begun)} announced tests reported"
+        return Judgement(Status.CRASH, text)
+    if ended < len(begun):
+        text = f"{ended} of {len(begun)} processes came to the end of their tests"
+        return Judgement(Status.CRASH, f"exit code 0, but {text}")
+    found, what = (tests, "tests") if of_tests else (_of(rows, "bench"), "bench cases")
     files = [r["nodeid"].rpartition("/")[2] for r in tests]
     wanted = [(len(found), what, stage.least)] + [
         (sum(file.startswith(name) for file in files), f"tests of {name}*.py", least)
@@ -152,20 +141,16 @@ def _not_whole(stage: Stage, rows: list[dict[str, Any]]) -> Judgement | None:
 
 
 def _unproven(
-    stage: Stage, rows: list[dict[str, Any]], missing_outputs: tuple[str, ...]
+    stage: Stage, rows: Rows, missing_outputs: tuple[str, ...], unreadable: int
 ) -> Judgement | None:
-    """The evidence of Stage.proof that is missing."""
+    """The evidence of Stage.proof that is missing, and what was sent and cannot be believed."""
     ran = _of(rows, "bench", *NUMBERED, "INVALID")
     if stage.proof == "bench" and not ran and (skipped := _of(rows, "bench", "SKIPPED")):
         why = "; ".join(skipped[0]["why"])
         return Judgement(Status.SKIPPED, why, _memory(why))
-    results = [
-        r
-        for kind in ("metric", "health", "recommend", "parity", "bench")
-        for r in _of(rows, kind)
-        if r.get("status") != "SKIPPED"
-        and not str(r.get("name")).startswith("seconds/")  # what became of the time
-    ]
+    said = [r for r in rows if r["kind"] in ("metric", "health", "recommend", "parity", "bench")]
+    seconds = lambda r: str(r.get("name")).startswith("seconds/")  # what became of the time
+    results = [r for r in said if r.get("status") != "SKIPPED" and not seconds(r)]
     for missing, words in (
         (stage.proof == "parity" and not _of(rows, "parity"), "no parity case was recorded"),
         (stage.proof == "bench" and not ran, "no bench case ran"),
@@ -174,11 +159,6 @@ def _unproven(
     ):
         if missing:
             return Judgement(Status.NOT_RUN, f"exit code 0, but {words}")
-    return None
-
-
-def _doubtful(stage: Stage, rows: list[dict[str, Any]], unreadable: int) -> Judgement | None:
-    """What was sent and cannot be believed."""
     bench = _of(rows, "bench")
     if unreadable:
         text = f"{unreadable} lines of the result channel were unreadable; results may be missing"
@@ -191,33 +171,9 @@ def _doubtful(stage: Stage, rows: list[dict[str, Any]], unreadable: int) -> Judg
     return None
 
 
-def _unfinished(rows: list[dict[str, Any]], reported: int) -> str | None:
-    """What tests announced and did not show, where there was a session of pytest."""
-    begun = [r["tests"] for r in rows if r["kind"] == "session" and not r["ended"]]
-    ended = sum(r["kind"] == "session" and r["ended"] for r in rows)
-    if reported < sum(begun):
-        return f"exit code 0, but {reported} of {sum(begun)} announced tests reported"
-    if ended < len(begun):
-        return f"exit code 0, but {ended} of {len(begun)} processes came to the end of their tests"
-    return None
-
-
 def _memory(why: str) -> str | None:
     """The kind of a bench that could time nothing because the GPU's memory was too small."""
     return "OOM_DEVICE" if "out of memory" in why else None
-
-
-def _named(stage: StageResult) -> str:
-    """The stage and, in a run on several cards, the one card it ran on."""
-    return f"{stage.id} (GPU {stage.gpus[0]})" if len(stage.gpus) == 1 else stage.id
-
-
-def _cause(absent: list[StageResult]) -> str:
-    """Why stages that had to run did not, in a few words; the first one drags others along."""
-    if any(s.kind == "BUDGET" for s in absent):
-        return "its budget was spent"
-    words = " ".join(str(absent[0].reason).split())
-    return words if len(words) <= 120 else words[:117] + "..."
 
 
 def is_cut(stage: StageResult) -> bool:
@@ -231,50 +187,36 @@ def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     outcomes = Counter(t["outcome"] for t in record.rows_of("test"))
     parity = [p["status"] for p in record.rows_of("parity")]
     bench = Counter(b["status"] for b in record.rows_of("bench"))
-    failed = outcomes["failed"] + outcomes["error"]
+    passed, failed = outcomes["passed"], outcomes["failed"] + outcomes["error"]
     counts = {
-        "executed_tests": outcomes["passed"] + failed,
-        "passed": outcomes["passed"],
-        "failed": failed,
+        "executed_tests": passed + failed, "passed": passed, "failed": failed,
         "skipped": outcomes["skipped"],
-        "parity_pass": parity.count("PASS"),
-        "parity_total": len(parity),
-        "bench_valid": bench["VALID"],
-        "bench_total": bench.total(),
+        "parity_pass": parity.count("PASS"), "parity_total": len(parity),
+        "bench_valid": bench["VALID"], "bench_total": bench.total(),
         "not_run": sum(s.status is Status.NOT_RUN for s in stages),
+    }  # fmt: skip
+    not_right = [s for s in stages if s.status is Status.FAIL]
+    soft = ("INVALID", "UNSTABLE")
+    ended = [s for s in stages if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA)]
+    left = lambda s: s.required and s.status in (Status.SKIPPED, Status.NOT_RUN)
+    groups = {  # the stages that were not right, by what is said of them
+        "wrong": [s for s in not_right if s.kind not in soft],
+        "broken": [s for s in ended if s.kind not in ("BUDGET", "PREEMPTED")],
+        "stopped": [s for s in stages if s.kind == "PREEMPTED"],
+        "not run": [s for s in stages if left(s) or s.kind == "BUDGET"],
+        "invalid or unstable": [s for s in not_right if s.kind in soft],
     }
-    groups = _groups(stages)
     # A CPU's times claim nothing, so they cannot be invalid either.
     no_valid = record.scope == "gpu" and bench.total() > bench["SKIPPED"] and not bench["VALID"]
     passes = any(s.status is Status.PASS for s in stages)
-    status, code = _status(record, counts, groups, passes=passes, no_valid=no_valid)
+    status, code = _status(record, counts, groups, passes, no_valid)
     parts = _parts(record, counts, groups, status, bench["SKIPPED"])
     line = f"{status} - " + "; ".join(part for part in parts if part)
     return {"status": status, "exit_code": code, "one_line": line, **counts}
 
 
-def _groups(stages: list[StageResult]) -> dict[str, list[StageResult]]:
-    """Return the stages that were not right, by what is said of them."""
-    failed = [s for s in stages if s.status is Status.FAIL]
-    soft = ("INVALID", "UNSTABLE")
-    ended = [s for s in stages if s.status in (Status.TIMEOUT, Status.CRASH, Status.INFRA)]
-    left = lambda s: s.required and s.status in (Status.SKIPPED, Status.NOT_RUN)
-    return {
-        "wrong": [s for s in failed if s.kind not in soft],
-        "broken": [s for s in ended if s.kind not in ("BUDGET", "PREEMPTED")],
-        "stopped": [s for s in stages if s.kind == "PREEMPTED"],
-        "not run": [s for s in stages if left(s) or s.kind == "BUDGET"],
-        "invalid or unstable": [s for s in failed if s.kind in soft],
-    }
-
-
 def _status(
-    record: RunRecord,
-    counts: dict[str, int],
-    groups: dict[str, list[StageResult]],
-    *,
-    passes: bool,
-    no_valid: bool,
+    record: RunRecord, counts: dict[str, int], groups: Groups, passes: bool, no_valid: bool
 ) -> tuple[str, int]:
     """Return status and exit code. passes: a stage did; no_valid: no time is VALID, of some."""
     wrong, broken, _, absent, shaky = groups.values()
@@ -298,22 +240,19 @@ def _status(
 
 
 def _parts(
-    record: RunRecord,
-    counts: dict[str, int],
-    groups: dict[str, list[StageResult]],
-    status: str,
-    bench_skipped: int,
+    record: RunRecord, counts: dict[str, int], groups: Groups, status: str, bench_skipped: int
 ) -> Iterator[str | None]:
     """Yield what the one line says after the status; what is empty is left out."""
     absent, on_cpu = groups["not run"], record.scope == "cpu"
+    no_time = "its budget was spent" if any(s.kind == "BUDGET" for s in absent) else None
     if on_cpu:
         yield "CPU profile, says nothing about any GPU"
     if status == "INCOMPLETE":
-        no_time = any(s.kind == "BUDGET" for s in absent)
-        short = "its budget was spent" if no_time else "the GPU's memory was too small"
+        short = no_time or "the GPU's memory was too small"
         yield f"all that ran passed, {short}"
-    if status == "NOT_RUN" and absent:
-        yield _cause(absent)
+    if status == "NOT_RUN" and absent:  # the first one drags others along
+        words = " ".join(str(absent[0].reason).split())
+        yield no_time or (words if len(words) <= 120 else words[:117] + "...")
     skipped = f" ({counts['skipped']} skipped)" if counts["skipped"] else ""
     yield f"{counts['passed']}/{counts['executed_tests']} tests{skipped}"
     yield f"parity {counts['parity_pass']}/{counts['parity_total']}"
@@ -325,8 +264,9 @@ def _parts(
         yield "nothing was proven: no passed test, parity case or valid bench"
     for title, group in groups.items():
         title = "cut" if group is absent and status == "INCOMPLETE" else title
+        card = lambda s: f" (GPU {s.gpus[0]})" if len(s.gpus) == 1 else ""
         if group:
-            yield f"{title}: {', '.join(map(_named, group))}"
+            yield f"{title}: {', '.join(s.id + card(s) for s in group)}"
     if record.redaction.get("gate") == "failed":
         yield "redaction FAILED, do not post this"
     if record.partial:

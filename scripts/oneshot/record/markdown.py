@@ -47,17 +47,14 @@ def fence(value: Any, language: str = "", *, whole: bool = False) -> str:
 
     whole: also a long line keeps every character, as a command must.
     """
-    lines = str("" if value is None else value).replace("\r\n", "\n").split("\n")
-    text = "\n".join(plain(line) if whole else _clipped(plain(line)) for line in lines).strip("\n")
+    lines = list(map(plain, str("" if value is None else value).replace("\r\n", "\n").split("\n")))
+    for i, line in enumerate(lines):
+        if not whole and (left := len(line) - LINE_LIMIT) > 0:
+            gap = f" [... {left} characters ...] "
+            lines[i] = line[: LINE_LIMIT * 2 // 3] + gap + line[-LINE_LIMIT // 3 :]
+    text = "\n".join(lines).strip("\n")
     ticks = "`" * max(3, max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     return f"{ticks}{language or 'text'}\n{text}\n{ticks}"
-
-
-def _clipped(line: str) -> str:
-    left = len(line) - LINE_LIMIT
-    if left <= 0:
-        return line
-    return f"{line[: LINE_LIMIT * 2 // 3]} [... {left} characters ...] {line[-LINE_LIMIT // 3 :]}"
 
 
 def clip_mid(value: Any, lines: int = 15, source: str | None = None) -> str:
@@ -72,25 +69,19 @@ def clip_mid(value: Any, lines: int = 15, source: str | None = None) -> str:
     return "\n".join([*rows[:head], mark, *rows[len(rows) - (lines - 1 - head) :]])
 
 
-def us(value: Any) -> str:
-    """Microseconds, in ms from 1000 on."""
+def us(value: Any, ci: Any = None) -> str:
+    """Microseconds, in ms from 1000 on; with an interval `41.2 [41.0, 41.5] us`."""
     if not is_number(value):
         return "-"
-    return f"{value / 1000:.4g} ms" if abs(value) >= 1000 else f"{value:.4g} us"
+    scale, unit = (1000, "ms") if abs(value) >= 1000 else (1, "us")
+    ends = f" [{ci[0] / scale:.4g}, {ci[1] / scale:.4g}]" if is_interval(ci) else ""
+    return f"{value / scale:.4g}{ends} {unit}"
 
 
-def us_ci(median: Any, ci: Any) -> str:
-    """`41.2 [41.0, 41.5] us`."""
-    if not is_number(median):
-        return "-"
-    if not is_interval(ci):
-        return us(median)
-    scale, unit = (1000, "ms") if abs(median) >= 1000 else (1, "us")
-    return f"{median / scale:.4g} [{ci[0] / scale:.4g}, {ci[1] / scale:.4g}] {unit}"
+us_ci = us  # where there is an interval
 
 
 def pct(value: Any, digits: int = 0) -> str:
-    """A share as per cent."""
     return f"{100 * value:.{digits}f} %" if is_number(value) else "-"
 
 
@@ -104,7 +95,6 @@ def num(value: Any) -> str:
 
 
 def span(seconds: Any) -> str:
-    """A duration."""
     if not is_number(seconds):
         return "-"
     if seconds < 60:
@@ -114,14 +104,10 @@ def span(seconds: Any) -> str:
 
 
 def size(value: Any) -> str:
-    """Bytes."""
     if not is_number(value):
         return "-"
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
+    power = sum(value >= 1024**n for n in (1, 2, 3))
+    return f"{value / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def is_interval(value: Any) -> bool:

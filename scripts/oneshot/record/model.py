@@ -40,6 +40,7 @@ from scripts.oneshot.record.rows import grouped, is_number, test_counts, why_no_
 from scripts.oneshot.record.score import score
 
 SCHEMA = "nsa.gpu-report/1"
+DIED = "the runner ended during this stage, when is unknown; --resume takes up what passed"
 PLANNED = ("id", "title", "required", "group", "timeout_s", "argv")  # and gpus, if it has any
 SHARDS = "scripts.oneshot.run.shards"  # module that runs a stage's tests in several processes
 
@@ -75,22 +76,13 @@ class Stage:
     shrinks: bool = False  # takes `--shrink K`, which divides its sizes by K
     gpus: tuple[int, ...] = ()  # its cards by number, in a run on several (cards.py)
 
-    def __post_init__(self) -> None:
-        if not self.id or not all(c.isalnum() or c == "_" for c in self.id):
-            raise ValueError(f"Stage.id must be letters, digits and _, got {self.id!r}")
-        if self.proof not in ("tests", "parity", "bench", "row", "output"):
-            raise ValueError(f"Stage.proof of {self.id} is unknown: {self.proof!r}")
-        if self.timeout_s <= 0:
-            raise ValueError(f"Stage.timeout_s of {self.id} must be > 0, got {self.timeout_s}")
-
     @property
     def side_by_side(self) -> bool:
         """Whether its tests run in several processes at a time."""
         return SHARDS in self.argv
 
     def smaller(self) -> Stage:
-        """What to try once the GPU was out of memory: half its sizes, or a quarter of its processes
-        at a time; the same again where it has neither."""
+        """What to try once GPU memory ran out: half its sizes, or a quarter of its processes."""
         if self.shrinks:
             return replace(self, argv=(*self.argv, "--shrink", "2"))
         if self.side_by_side:
@@ -99,10 +91,8 @@ class Stage:
         return self
 
     def planned(self) -> dict[str, Any]:
-        """The stage as the journal's plan has it."""
-        plan = {name: getattr(self, name) for name in PLANNED}
-        plan["argv"] = list(self.argv)
-        return {**plan, "gpus": list(self.gpus)} if self.gpus else plan
+        names = (*PLANNED, "gpus") if self.gpus else PLANNED
+        return {name: getattr(self, name) for name in names}
 
     @property
     def log_path(self) -> str:
@@ -119,8 +109,7 @@ def bench(
     id: str, title: str, script: str, options: str, timeout_s: float, *, csv: str = "",
     **fields: Any,
 ) -> Stage:  # fmt: skip
-    """A bench of bench/ with these options; its table in the bundle is named after the stage, or
-    `csv`."""
+    """A bench of bench/ with these options; its table is named after the stage, or `csv`."""
     csv = csv or f"{id}.csv"
     argv = ("{python}", f"bench/{script}.py", *options.split(), "--csv", "{out}/" + csv)
     fields = {"log": f"{id}.txt", "shrinks": True, **fields}
@@ -162,9 +151,7 @@ class StageResult:
             raise ValueError(f"stage {self.id} is {self.status} and gives no reason")
 
     def to_json(self) -> dict[str, Any]:
-        out = asdict(self)
-        out["status"] = self.status.value
-        out["argv"] = list(self.argv)
+        out = {**asdict(self), "status": self.status.value, "argv": list(self.argv)}
         gpus = list(out.pop("gpus"))
         return {**out, "gpus": gpus} if gpus else out
 
@@ -220,10 +207,6 @@ _AS_THEY_ARE = (
 ).split()
 
 
-def _without_kind(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != "kind"}
-
-
 @dataclass
 class RunRecord:
     """Everything known about one run so far. Built only by `apply`, in journal order."""
@@ -274,10 +257,16 @@ class RunRecord:
             check_shape("stage", event["stage"], str)
             if lacks := why_no_row(row):
                 raise ValueError(lacks)
-            if row["kind"] == "health":
-                self._take_health(_without_kind(row))
+            said = {name: value for name, value in row.items() if name != "kind"}
+            if row["kind"] == "health":  # the first card's; another's is in health["gpus"][number]
+                others = (self.health or {}).get("gpus")
+                others = others if isinstance(others, dict) else {}
+                if "gpu" in row:
+                    self.health = {**(self.health or {}), "gpus": {**others, str(row["gpu"]): said}}
+                else:
+                    self.health = {**said, "gpus": others} if others else said
             elif row["kind"] == "recommend":
-                self.recommend = _without_kind(row)
+                self.recommend = said
             self.rows.setdefault(event["stage"], []).append(row)
         elif kind == "stage_end":
             result = StageResult.from_json(event["result"])
@@ -297,15 +286,6 @@ class RunRecord:
             self.ended_by = event["ended_by"]
             self.complete = bool(event.get("complete"))
 
-    def _take_health(self, row: dict[str, Any]) -> None:
-        """The run's health is the first card's; another card's is in health["gpus"][number]."""
-        others = (self.health or {}).get("gpus")
-        others = others if isinstance(others, dict) else {}
-        if "gpu" in row:
-            self.health = {**(self.health or {}), "gpus": {**others, str(row["gpu"]): row}}
-        else:
-            self.health = {**row, "gpus": others} if others else row
-
     @classmethod
     def replay(cls, events: Iterable[Mapping[str, Any]]) -> RunRecord:
         """The record of a journal. An event that this program cannot have written is ignored."""
@@ -317,62 +297,47 @@ class RunRecord:
 
     def stage_results(self) -> list[StageResult]:
         """One result per planned stage: a stage the run died in is a CRASH, a later one NOT_RUN."""
-        out = []
-        for planned in self.plan:
-            done = self.results.get(planned["id"])
-            if done is None:
-                common = {k: planned[k] for k in (*PLANNED, "gpus") if k in planned}
-                common |= {"status": "NOT_RUN", "reason": "the run ended before this stage"}
-                if self.running and self.running["stage"] == planned["id"]:
-                    common |= self._died()
-                done = StageResult.from_json(common)
-            out.append(done)
-        return out
+        out = dict(self.results)
+        for planned in (p for p in self.plan if p["id"] not in out):
+            common = {k: planned[k] for k in (*PLANNED, "gpus") if k in planned}
+            common |= {"status": "NOT_RUN", "reason": "the run ended before this stage"}
+            if (running := self.running) and running["stage"] == planned["id"]:
+                began, last = running.get("m"), self.monotonic_s
+                known = is_number(began) and is_number(last) and last >= began
+                common |= {
+                    "status": "CRASH", "kind": "RUNNER", "reason": DIED, "start_s": began,
+                    "wall_s": round(last - began, 3) if known else 0.0,
+                    "started": running.get("t"), "log": running.get("log"),
+                    "counts": test_counts(self.rows.get(running["stage"], [])),
+                }  # fmt: skip
+            out[planned["id"]] = StageResult.from_json(common)
+        return [out[planned["id"]] for planned in self.plan]
 
-    def _died(self) -> dict[str, Any]:
-        """What is known of the stage that the runner died in."""
-        began, last = self.running.get("m"), self.monotonic_s
-        known = is_number(began) and is_number(last) and last >= began
-        return {
-            "status": "CRASH",
-            "kind": "RUNNER",
-            "reason": "the runner ended during this stage, when is unknown; --resume takes up what "
-            "passed",
-            "wall_s": round(last - began, 3) if known else 0.0,
-            "started": self.running.get("t"),
-            "start_s": began,
-            "log": self.running.get("log"),
-            "counts": test_counts(self.rows.get(self.running["stage"], [])),
-        }
-
-    def rows_of(self, *kinds: str) -> list[dict[str, Any]]:
-        """Every row of these kinds in plan order, each with its stage."""
-        return [
-            {**_without_kind(row), "stage": stage}
-            for stage, rows in self.rows.items()
-            for row in rows
-            if row["kind"] in kinds
-        ]
+    def rows_of(self, kind: str) -> list[dict[str, Any]]:
+        """Every row of this kind in plan order, each with its stage in place of the kind."""
+        found = [
+            {**row, "stage": stage}
+            for stage, rows in self.rows.items() for row in rows if row["kind"] == kind
+        ]  # fmt: skip
+        for row in found:
+            del row["kind"]
+        return found
 
     def to_bundle(self) -> dict[str, Any]:
         """The object of bundle.json; see the module's docstring."""
         stages = self.stage_results()
         resumed = grouped((s for s in stages if s.resumed_from), lambda s: s.resumed_from)
+        rows = {k: self.rows_of(k) for k in "test parity bench metric note artifact".split()}
         return {
             "schema": SCHEMA,
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "verdict": judge.verdict(self, stages),
-            "health": self.health,
-            "recommend": self.recommend,
-            "score": score(self.rows_of("bench"), self.health),
+            "health": self.health, "recommend": self.recommend,
+            "score": score(rows["bench"], self.health),
             "stages": [s.to_json() for s in stages],
-            "tests": self.rows_of("test"),
-            "parity": self.rows_of("parity"),
-            "bench": self.rows_of("bench"),
-            "metrics": self.rows_of("metric"),
-            "notes": [*self.run_notes, *self.rows_of("note")],
-            "artifacts": self.rows_of("artifact"),
+            "tests": rows["test"], "parity": rows["parity"], "bench": rows["bench"],
+            "metrics": rows["metric"], "notes": [*self.run_notes, *rows["note"]],
+            "artifacts": rows["artifact"],
             "resumed": {run: [stage.id for stage in mine] for run, mine in resumed.items()},
-            "redaction": self.redaction,
-            "files": [],
-        }
+            "redaction": self.redaction, "files": [],
+        }  # fmt: skip

@@ -12,7 +12,6 @@ from scripts.oneshot.record.capture import plain
 
 
 def junit_xml(stage: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The test rows of a stage as JUnit XML."""
     bad = sum(r["outcome"] in ("failed", "error") for r in rows)
     skipped = sum(r["outcome"] == "skipped" for r in rows)
     counts = {"tests": str(len(rows)), "failures": str(bad), "skipped": str(skipped)}
@@ -33,8 +32,7 @@ WRITES = ("--csv", "--json", "--out")  # options of the stages whose value is wr
 
 
 def typed(argv: Sequence[str]) -> str:
-    """The command of a stage as a person types it: what it writes goes to /tmp, and what it reads
-    comes from the run's own folder, $BUNDLE."""
+    """A stage's command as a person types it: it writes to /tmp and reads from $BUNDLE."""
     parts = []
     for before, part in zip(("", *argv), argv, strict=False):
         part = part.replace("{python}", "python")
@@ -74,15 +72,9 @@ def short_report(data: Mapping[str, Any]) -> str:
     def cell(value: Any) -> str:
         return " ".join(str("" if value is None else value).split()).replace("|", "\\|")[:300]
 
-    out = []
-    if data["scope"] == "cpu":
-        out += ["This report speaks of no GPU: it ran on the CPU only.", ""]
-    out += [
-        f"**{cell(data['verdict']['one_line'])}**",
-        "",
-        "| stage | result | seconds | why |",
-        "|---|---|---|---|",
-    ]
+    cpu = ["This report speaks of no GPU: it ran on the CPU only.", ""]
+    out = [*(cpu if data["scope"] == "cpu" else ()), f"**{cell(data['verdict']['one_line'])}**"]
+    out += ["", "| stage | result | seconds | why |", "|---|---|---|---|"]
     for s in data["stages"]:
         out.append(f"| {s['id']} | {s['status']} | {s['wall_s']:.1f} | {cell(s['reason'])} |")
     blocks = [c for c in data["doctor"] if c["level"] != "OK"]
@@ -103,6 +95,5 @@ def scp_line(environ: Mapping[str, str], path: Path) -> str | None:
         (ssh[2], ssh[3]) if len(ssh) == 4 else (None, None),
     ):
         if host and port:
-            user = environ.get("USER") or "root"
-            return f"scp -P {port} {user}@{host}:{path.resolve()} ."
+            return f"scp -P {port} {environ.get('USER') or 'root'}@{host}:{path.resolve()} ."
     return None

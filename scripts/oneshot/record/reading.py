@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import lzma
-import os
 import shutil
 import struct
 import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,6 +21,9 @@ MAX_MEMBERS = 5000
 MAX_ARCHIVE_BYTES = 100 * 2**20
 MAX_UNPACKED_BYTES = 500 * 2**20
 MAX_JSON_BYTES = 200 * 2**20
+# What tarfile raises for an archive that is none.
+_BROKEN = (tarfile.TarError, zlib.error, lzma.LZMAError, struct.error)
+UNREADABLE = (*_BROKEN, EOFError, OSError, OverflowError, ValueError, MemoryError)
 
 
 class BundleError(ValueError):
@@ -36,16 +38,17 @@ def read_bundle(folder: Path) -> dict[str, Any]:
     """The object of bundle.json. BundleError when it is missing, broken or of another schema."""
     path = folder / "bundle.json"
     try:
-        too_large = path.stat().st_size > MAX_JSON_BYTES
-        data = None if too_large else parse_json(path.read_bytes())
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise BundleError(f"{path.name} is over {MAX_JSON_BYTES // 2**20} MiB")
+        data = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise BundleError(f"no bundle.json in {folder}") from None
     except OSError as error:
         raise BundleError(f"bundle.json cannot be read: {error.strerror}") from None
+    except BundleError:
+        raise
     except ValueError as error:
         raise BundleError(f"bundle.json is not valid JSON: {error}") from None
-    if too_large:
-        raise BundleError(f"{path.name} is over {MAX_JSON_BYTES // 2**20} MiB")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise BundleError(f"schema of bundle.json must be {SCHEMA!r}, got {found!r}")
@@ -72,19 +75,16 @@ def rebuild(folder: Path) -> tuple[dict[str, Any], str]:
 def check_bundle(data: dict[str, Any]) -> None:
     """TypeError, ValueError or KeyError unless `data` has the shape of RunRecord.to_bundle()."""
     like = RunRecord().to_bundle()
+    of_rows = ("tests", "parity", "bench", "metrics", "notes", "artifacts", "files")
     of_stage = ("id", "status", "reason", "argv", "env", "counts")
     whole = {name: type(x) if isinstance(x, (dict, list)) else object for name, x in like.items()}
     shape = {
-        **whole,
+        **whole, **dict.fromkeys(of_rows, [dict]), "resumed": {"*": list}, "ended_by": str,
         **{name: FACTS[name] for name in ("run_id", "profile", "scope", "env", "doctor")},
-        **dict.fromkeys(("tests", "parity", "bench", "metrics", "notes", "artifacts"), [dict]),
         **dict.fromkeys(("health", "recommend"), (dict, type(None))),
-        "ended_by": str,
         "verdict": {name: type(x) for name, x in like["verdict"].items()},
         "stages": [dict.fromkeys(of_stage, object)],
-        "resumed": {"*": list},
-        "files": [dict],
-    }
+    }  # fmt: skip
     check_shape("bundle.json", data, shape)
     for stage in data["stages"]:
         StageResult.from_json(stage)
@@ -95,12 +95,10 @@ def read_text(folder: Path, name: Any) -> str | None:
     if not isinstance(name, str) or not name:
         return None
     path = folder / name
-    try:
-        if not path.resolve().is_relative_to(folder.resolve()):
-            return None
-        return path.read_bytes().decode("utf-8", "replace")
-    except (OSError, ValueError):
-        return None
+    with suppress(OSError, ValueError):  # a pipe would never end
+        if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
+            return path.read_bytes().decode("utf-8", "replace")
+    return None
 
 
 def held_to_rules(rows: Any, kind: str) -> tuple[list[dict[str, Any]], int]:
@@ -109,10 +107,9 @@ def held_to_rules(rows: Any, kind: str) -> tuple[list[dict[str, Any]], int]:
     for row in rows if isinstance(rows, list) else []:
         try:
             checked = parse_row(dumps({**row, "kind": kind}))
+            kept.append({**checked, "stage": str(row.get("stage") or "")})
         except (RowError, TypeError, ValueError):
             broken += 1
-            continue
-        kept.append({**checked, "stage": str(row.get("stage") or "")})
     return kept, broken
 
 
@@ -161,10 +158,7 @@ def _unpack(archive: Path, target: Path) -> Path:
                     shutil.copyfileobj(source, file)
     except BundleError:
         raise
-    except (
-        tarfile.TarError, EOFError, OSError, OverflowError, ValueError, zlib.error, lzma.LZMAError,
-        struct.error, MemoryError,
-    ) as error:  # fmt: skip
+    except UNREADABLE as error:
         raise BundleError(f"{archive.name} cannot be unpacked: {error}") from None
     tops = {parts[0] for parts in seen}
     if len(tops) != 1 or not (target / next(iter(tops))).is_dir():
@@ -173,12 +167,11 @@ def _unpack(archive: Path, target: Path) -> Path:
 
 
 def _safe_parts(info: tarfile.TarInfo) -> tuple[str, ...]:
+    name, parts = info.name, PurePosixPath(info.name).parts
     if not (info.isfile() or info.isdir()):
-        raise BundleError(f"{info.name!r} is a link or a special file")
-    name = info.name
-    path = PurePosixPath(name)
-    if name.startswith("/") or ".." in path.parts or "\\" in name or "\0" in name:
+        raise BundleError(f"{name!r} is a link or a special file")
+    if name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
         raise BundleError(f"{name!r} would leave the folder it is unpacked into")
-    if not path.parts or len(name) > 500 or len(path.parts) > 20 or os.sep not in "/":
+    if not parts or len(name) > 500 or len(parts) > 20:
         raise BundleError(f"{name[:80]!r} is no usable file name")
-    return path.parts
+    return parts

@@ -16,18 +16,18 @@ import ipaddress
 import json
 import os
 import re
+import site
 import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-from scripts.oneshot.record.secret_shapes import SECRETS
-from scripts.oneshot.record.shapes import LOWER, NAMES, Shape, Span
+from scripts.oneshot.record.shapes import LOWER, SHAPES, Shape, Span
 
 RULES_VERSION = 4
 
@@ -35,9 +35,7 @@ ALLOWED_VARIABLES = re.compile(
     r"(NSA|CUDA|TORCH|PYTORCH|TRITON|FLASH|NCCL|OMP)_\w+|MAX_JOBS|LD_LIBRARY_PATH|LD_PRELOAD"
     r"|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX"
 )
-SECRET_NAME = re.compile(
-    r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|WEBHOOK", re.IGNORECASE
-)
+SECRET_NAME = re.compile(r"(?i)KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|WEBHOOK")
 _NOT_SECRET = frozenset(
     "PWD OLDPWD XDG_SESSION_TYPE XDG_SESSION_CLASS XDG_SESSION_DESKTOP SSH_AUTH_SOCK"
     " DESKTOP_SESSION SESSION_MANAGER TOKENIZERS_PARALLELISM".split()
@@ -95,14 +93,6 @@ def _is_path(text: str) -> bool:
     return bool(first) and os.path.isdir(f"/{first}")
 
 
-def _site_prefixes() -> list[str]:
-    import site
-
-    found = {p for p in [*site.getsitepackages(), site.getusersitepackages()] if p}
-    found |= {p for p in sys.path if p.rstrip("/").endswith(("site-packages", "dist-packages"))}
-    return sorted(found, key=len, reverse=True)
-
-
 @lru_cache(maxsize=1)
 def _own_words() -> tuple[str, frozenset[str]]:
     """The words of our records and reports, as lines and cut into names.
@@ -112,25 +102,16 @@ def _own_words() -> tuple[str, frozenset[str]]:
     """
     root = Path(__file__).resolve().parents[3]
     words: set[str] = set()
-    for folder, pattern in _OWN_TEXTS:
-        for path in (root / folder).glob(pattern):
-            with suppress(OSError):
-                text = path.read_text(encoding="utf-8")
-                if path.suffix == ".py":
-                    text = re.sub(r"^\s*#.*", "", text, flags=re.M)
-                    # A raw text is no docstring: it is a table, as in shapes.py.
-                    text = re.sub(r'(r""".*?""")|""".*?"""|#[^\n]*', r"\1", text, flags=re.S)
-                words.update(re.findall(r"[A-Za-z_][\w./-]*", text))
+    for path in (path for folder, pattern in _OWN_TEXTS for path in (root / folder).glob(pattern)):
+        with suppress(OSError):
+            text = path.read_text(encoding="utf-8")
+            if path.suffix == ".py":
+                text = re.sub(r"^\s*#.*", "", text, flags=re.M)
+                # A raw text is no docstring: it is a table, as in shapes.py.
+                text = re.sub(r'(r""".*?""")|""".*?"""|#[^\n]*', r"\1", text, flags=re.S)
+            words.update(re.findall(r"[A-Za-z_][\w./-]*", text))
     names = {n for word in words for cut in (r"\W+", r"[\W_]+") for n in re.split(cut, word)}
     return "\n".join(sorted(words)).lower(), frozenset(name.lower() for name in names)
-
-
-def _is_own(rule: str, text: str) -> bool:
-    """Would replacing `text` garble words of our own? A secret is found inside of words too."""
-    words, names = _own_words()
-    if rule == "env_secret":
-        return text.lower() in words
-    return rule in _NEAR and text.lower() in names
 
 
 def _forms(secret: str) -> set[str]:
@@ -152,10 +133,9 @@ def _forms(secret: str) -> set[str]:
     return {form.translate(LOWER) for form in forms if len(form) >= 8}
 
 
-def _origin(starts: list[tuple[int, int]], index: int) -> int:
-    """Where the character stands in the whole text that is at `index` without line breaks."""
-    left, first = starts[bisect.bisect_right(starts, (index, sys.maxsize)) - 1]
-    return first + index - left
+def may_be_shown(name: str) -> bool:
+    """May the value of the environment variable `name` stand in a bundle?"""
+    return bool(ALLOWED_VARIABLES.fullmatch(name)) and not SECRET_NAME.search(name)
 
 
 class Redactor:
@@ -169,17 +149,10 @@ class Redactor:
     """
 
     def __init__(
-        self,
-        environ: Mapping[str, str] | None = None,
-        *,
-        root: Path | None = None,
-        keep: tuple[str, ...] = (),
-        hostnames: tuple[str, ...] | None = None,
-        user: str | None = None,
-        home: str | None = None,
-        literals: bool = True,
-    ) -> None:
-        environ = os.environ if environ is None else environ
+        self, environ: Mapping[str, str] | None = None, *, root: Path | None = None,
+        keep: tuple[str, ...] = (), hostnames: tuple[str, ...] | None = None,
+        user: str | None = None, home: str | None = None, literals: bool = True,
+    ) -> None:  # fmt: skip
         self.keep = frozenset(keep)
         self.counts: Counter[str] = Counter()
         self._numbers: dict[tuple[str, str], str] = {}
@@ -189,6 +162,9 @@ class Redactor:
         # (length, rule, pattern, replacement) of every other text
         self._patterns: list[tuple[int, str, re.Pattern[str], str]] = []
         self._harmless: set[str] = set()
+        if not literals:
+            return
+        environ = os.environ if environ is None else environ
         for name, value in environ.items():
             if SECRET_NAME.search(name) and name not in _NOT_SECRET:
                 for piece in {value, *re.split(r"[:@\s]", value)}:
@@ -202,12 +178,13 @@ class Redactor:
                     if len(piece) >= 4 and piece.lower() not in _COMMON:
                         self._add("host", piece, "<host>")
         if "ip" not in self.keep:
-            for variable in _ADDRESS_VARIABLES:
-                for piece in environ.get(variable, "").split():
-                    if len(piece) >= 7:
-                        self._add("ip", piece, self._placeholder("ip", piece))
+            for piece in " ".join(environ.get(v, "") for v in _ADDRESS_VARIABLES).split():
+                if len(piece) >= 7:
+                    self._add("ip", piece, self._placeholder("ip", piece))
         home = home or os.path.expanduser("~")
-        paths = [(prefix, "<venv>") for prefix in _site_prefixes()]
+        sites = [p for p in sys.path if p.rstrip("/").endswith(("site-packages", "dist-packages"))]
+        sites += [*site.getsitepackages(), site.getusersitepackages()]
+        paths = [(prefix, "<venv>") for prefix in sites]
         if root is not None:
             paths += [(str(root), "<repo>"), (os.path.realpath(root), "<repo>")]
         if len(home) > 4:
@@ -221,9 +198,6 @@ class Redactor:
         for name in {user or "", *names}:
             if len(name) >= 3 and name.lower() not in _COMMON:
                 self._add("user", name, "<user>")
-        if not literals:
-            self._secrets.clear()
-            self._patterns.clear()
         self._patterns.sort(key=lambda one: -one[0])  # a long text may hold a short one
 
     def _add(self, rule: str, text: str, placeholder: str, variable: str = "") -> None:
@@ -231,7 +205,9 @@ class Redactor:
         if not text or text in self._known:
             return
         self._known.add(text)
-        if _is_own(rule, text):
+        words, names = _own_words()
+        # A secret is found inside of words too.
+        if text.lower() in (words if rule == "env_secret" else names if rule in _NEAR else ()):
             named = rf"((?<![A-Za-z0-9]){re.escape(variable)}{_IS}){{}}"
             forms, around, length = {text}, _NEAR.get(rule, (named,)), 0
         elif rule == "env_secret":
@@ -260,9 +236,8 @@ class Redactor:
         if text in self._harmless:
             return text
         clean = self._text(text)
-        if clean == text and len(text) <= HARMLESS_LENGTH:
-            if len(self._harmless) < HARMLESS_NUMBER:
-                self._harmless.add(text)  # records say the same words again and again
+        if clean == text and len(text) <= HARMLESS_LENGTH and len(self._harmless) < HARMLESS_NUMBER:
+            self._harmless.add(text)  # records say the same words again and again
         return clean
 
     def _text(self, text: str) -> str:
@@ -270,27 +245,25 @@ class Redactor:
             text = self._sub("url", _URL_USERINFO, r"\1", text)
             text = self._sub("url", _URL_QUERY, r"\1", text)
         text = self._known_secrets(text)
+        if breaks := [match.span() for match in _BREAK.finditer(text)]:
+            text = self._known_secrets(text, breaks)
         for _, rule, pattern, replacement in self._patterns:
             text = self._sub(rule, pattern, replacement, text)
         if "@" in text:
             text = self._sub("url", _SSH_REMOTE, r"\1/", text)
             text = self._sub("url", _SSH_GIT, "", text)
         folded = text.translate(LOWER)
-        for shape in (*SECRETS, *NAMES):
+        for shape in SHAPES:
             needed = not shape.needs or any(map(folded.__contains__, shape.needs))
             if needed and shape.rule not in self.keep and (spans := sorted(shape.find(text))):
                 text = self._replace(text, shape, spans)
                 folded = text.translate(LOWER)
-        return self._sub("process", _SMI_PROCESS, self._smi_process, text)
+        process = lambda m: f"{m[1]}<pid>{m[2]}{'<process>'.ljust(len(m[3]))}{m[4]}"
+        return self._sub("process", _SMI_PROCESS, process, text)
 
-    def _known_secrets(self, text: str) -> str:
-        """Replace the values of secret variables: in any case, encoded, and broken over lines."""
-        text = self._without_breaks(text, [])
-        breaks = [match.span() for match in _BREAK.finditer(text)]
-        return self._without_breaks(text, breaks) if breaks else text
-
-    def _without_breaks(self, text: str, breaks: list[Span]) -> str:
-        """The same, in `text` as if its `breaks` were not there."""
+    def _known_secrets(self, text: str, breaks: Sequence[Span] = ()) -> str:
+        """Replace the values of secret variables, in any case and encoded, in `text` as if its
+        `breaks` were not there."""
         # (index among the characters that are left, index in `text`) of what stands after a break.
         starts, parts, at = [(0, 0)], [], 0
         for begin, end in breaks:
@@ -298,17 +271,20 @@ class Redactor:
             starts.append((starts[-1][0] + begin - at, end))
             at = end
         folded = "".join([*parts, text[at:]]).translate(LOWER)
+
+        def origin(index: int) -> int:
+            """Where the character at `index` of `folded` stands in `text`."""
+            left, first = starts[bisect.bisect_right(starts, (index, sys.maxsize)) - 1]
+            return first + index - left
+
         hits = []
         for form, placeholder in self._secrets.items():
-            found = folded.find(form)
-            while found >= 0:
-                hits.append((found, found + len(form), placeholder))
-                found = folded.find(form, found + len(form))
+            if form in folded:
+                hits += [(*m.span(), placeholder) for m in re.finditer(re.escape(form), folded)]
         first = len(folded)
         for begin, end, placeholder in sorted(hits, reverse=True):
             if end <= first:  # the forms of a secret may overlap
-                left, right = _origin(starts, begin), _origin(starts, end - 1) + 1
-                text = text[:left] + placeholder + text[right:]
+                text = text[: origin(begin)] + placeholder + text[origin(end - 1) + 1 :]
                 self.counts["env_secret"] += 1
                 first = begin
         return text
@@ -316,14 +292,13 @@ class Redactor:
     def _replace(self, text: str, shape: Shape, spans: list[Span]) -> str:
         parts, at = [], 0
         for begin, end in spans:
-            if begin < at:
-                continue
-            self.counts[shape.rule] += 1
-            placeholder = shape.placeholder
-            if placeholder.isalpha():
-                placeholder = self._placeholder(placeholder, text[begin:end])
-            parts += [text[at:begin], placeholder]
-            at = end
+            if begin >= at:
+                self.counts[shape.rule] += 1
+                placeholder = shape.placeholder
+                if placeholder.isalpha():
+                    placeholder = self._placeholder(placeholder, text[begin:end])
+                parts += [text[at:begin], placeholder]
+                at = end
         return "".join([*parts, text[at:]])
 
     def _sub(self, rule: str, pattern: re.Pattern[str], to: Any, text: str) -> str:
@@ -332,25 +307,14 @@ class Redactor:
             self.counts[rule] += n
         return text
 
-    @staticmethod
-    def _smi_process(match: re.Match[str]) -> str:
-        before, kind, name, after = match.groups()
-        return f"{before}<pid>{kind}{'<process>'.ljust(len(name))}{after}"
-
     def value(self, value: Any) -> Any:
         """A JSON value with every string in it redacted, keys too."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
             return {self.text(str(k)): self.value(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.value(v) for v in value]
-        return value
+        return [self.value(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The environment variables that may be shown, values redacted."""
-        return {
-            name: self.text(value)
-            for name, value in sorted(environ.items())
-            if ALLOWED_VARIABLES.fullmatch(name) and not SECRET_NAME.search(name)
-        }
+        return {n: self.text(value) for n, value in sorted(environ.items()) if may_be_shown(n)}

@@ -12,16 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from bench.records import (
-    BENCH_STATUSES,
-    NUMBERED,
-    NUMBERS,
-    beyond,
-    is_number,
-    other_path,
-    path_agrees,
-    unproven,
-)
+from bench import records
+from bench.records import NUMBERED, is_number
 
 OUTCOMES = ("passed", "failed", "skipped", "error")
 PARITY_STATUSES = ("PASS", "FAIL", "INVALID")
@@ -30,7 +22,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "test": {"nodeid": str, "outcome": OUTCOMES},
     "session": {"tests": int, "ended": bool},
     "parity": {"case": str, "status": PARITY_STATUSES},
-    "bench": {"case": str, "status": BENCH_STATUSES},
+    "bench": {"case": str, "status": records.BENCH_STATUSES},
     **{k: {} for k in ("note", "metric", "health", "artifact", "progress", "recommend")},
 }
 
@@ -79,9 +71,8 @@ def _finite(value: Any, path: str, lost: list[str], depth: int = 0) -> Any:
         lost.append(path)
         return None
     if isinstance(value, dict):
-        return {
-            str(k): _finite(v, f"{path}.{k}".lstrip("."), lost, depth + 1) for k, v in value.items()
-        }
+        at = f"{path}." if path else ""
+        return {str(k): _finite(v, f"{at}{k}", lost, depth + 1) for k, v in value.items()}
     if isinstance(value, list):
         return [_finite(v, f"{path}[{i}]", lost, depth + 1) for i, v in enumerate(value)]
     return value
@@ -97,7 +88,7 @@ def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     """A parity row held to its own evidence: it may lose its PASS here, never win one."""
     why, status = whys(row), row["status"]
     if status == "PASS":
-        wrong = beyond(row)
+        wrong = records.beyond(row)
         for name in ("mae", "max_abs"):
             if not is_number(row.get(name)):
                 wrong.append(f"{name} is missing or not finite")
@@ -109,8 +100,8 @@ def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
             status, why = "FAIL", [*why, *wrong]
     requested, launches = row.get("path_requested"), row.get("launches")
     counts = launches.values() if isinstance(launches, dict) else ()
-    if not path_agrees(requested, row.get("path_taken")):
-        status, why = "INVALID", [*why, other_path(row)]
+    if not records.path_agrees(requested, row.get("path_taken")):
+        status, why = "INVALID", [*why, records.other_path(row)]
     elif str(requested).startswith("triton") and sum(n for n in counts if type(n) is int) <= 0:
         status, why = "INVALID", [*why, "no launch of the named kernel was counted"]
     return {**row, "status": status, "why": why}
@@ -119,10 +110,10 @@ def _check_parity(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
 def _check_bench(row: dict[str, Any], lost: list[str]) -> dict[str, Any]:
     """A bench row without parity or on the wrong path keeps its case and loses its numbers."""
     why, status = whys(row), row["status"]
-    if status in NUMBERED and (wrong := unproven(row)):
+    if status in NUMBERED and (wrong := records.unproven(row)):
         status, why = "INVALID", [*why, *wrong]
     if status not in NUMBERED:
-        row = {**row, **{name: None for name in NUMBERS if name in row}}
+        row = {**row, **{name: None for name in records.NUMBERS if name in row}}
     if lost:
         why = [*why, f"not finite: {', '.join(lost)}"]
     if status != "VALID" and not why:
@@ -139,7 +130,6 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[A
 
 
 def test_counts(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How many test rows ended which way."""
     counts = Counter(row["outcome"] for row in rows if row["kind"] == "test")
     return {outcome: counts[outcome] for outcome in OUTCOMES}
 

@@ -18,13 +18,10 @@ _SIZES = dict(B=1, l=32, d=16, l_sel=64, n_sel=16, w=512, dtype="bf16")
 _PREFILL = dict(_SIZES, bench="prefill", op="full", sharing=None, HQ=64, G=4, D=128, Dv=128)
 _DECODE = dict(_SIZES, bench="decode_graph", heads=64, groups=4, dk=128, dv=128)
 CASES: dict[str, dict[str, Any]] = {  # what the row of each case holds
-    "prefill 8k forward": dict(_PREFILL, direction="fwd", S=8192),
-    "prefill 32k forward": dict(_PREFILL, direction="fwd", S=32768),
-    "prefill 8k backward": dict(_PREFILL, direction="bwd", S=8192),
-    "prefill 32k backward": dict(_PREFILL, direction="bwd", S=32768),
-    "decode 8k": dict(_DECODE, S=8192),
-    "decode 64k": dict(_DECODE, S=65536),
-}
+    **{f"prefill {k}k {words}": dict(_PREFILL, direction=way, S=1024 * k)
+       for words, way in (("forward", "fwd"), ("backward", "bwd")) for k in (8, 32)},
+    **{f"decode {k}k": dict(_DECODE, S=1024 * k) for k in (8, 64)},
+}  # fmt: skip
 RATES = (("bytes", "copy_gbs", 1e3), ("flops", "gemm_bf16_tflops", 1e6))
 
 
@@ -43,9 +40,7 @@ def score(rows: Sequence[Mapping[str, Any]], health: Mapping[str, Any] | None) -
     """{"percent": the score or None, "cases": {case: {"us", "roofline_us"}}, "missing" and
     "unstable": {case: why}} of bench rows and the health row beside them."""
     rates = {rate: (health or {}).get(rate) for _, rate, _ in RATES}
-    cases: dict[str, dict[str, float]] = {}
-    missing: dict[str, str] = {}
-    unstable: dict[str, str] = {}
+    cases, missing, unstable = {}, {}, {}
     for case in CASES:
         row = row_of(case, rows)
         if row is None:
@@ -61,8 +56,8 @@ def score(rows: Sequence[Mapping[str, Any]], health: Mapping[str, Any] | None) -
             cases[case] = {"us": row["median_us"], "roofline_us": ideal}
             if row["status"] == "UNSTABLE":
                 unstable[case] = "; ".join(whys(row))
-    percent = None
+    found: dict[str, Any] = dict(percent=None, cases=cases, missing=missing, unstable=unstable)
     if not missing:  # rounded, for logarithms differ in the last bit from one libm to another
         shares = [one["roofline_us"] / one["us"] for one in cases.values()]
-        percent = round(100 * statistics.geometric_mean(shares), 4)
-    return {"percent": percent, "cases": cases, "missing": missing, "unstable": unstable}
+        found["percent"] = round(100 * statistics.geometric_mean(shares), 4)
+    return found

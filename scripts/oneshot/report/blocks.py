@@ -113,14 +113,11 @@ class Bars:
     def table(self) -> Table:
         """The same as a table, its bars as text: how many times as fast as the baseline."""
         most = max(bar.base_us / bar.ours_us for bar in self.rows)
-        cells = []
-        for bar in self.rows:
-            length = round(BAR_CHARACTERS * bar.base_us / bar.ours_us / most)
-            cells.append(
-                [bar.name, bar.ours, bar.base, f"{bar.ratio} {'▇' * max(1, length)}", bar.more]
-            )
-        used = [i for i in range(5) if i < 4 or any(row[i] for row in cells)]
-        return Table([self.heads[i] for i in used], [[row[i] for i in used] for row in cells])
+        length = lambda bar: round(BAR_CHARACTERS * bar.base_us / bar.ours_us / most)
+        ratio = lambda bar: f"{bar.ratio} {'▇' * max(1, length(bar))}"
+        cells = [[bar.name, bar.ours, bar.base, ratio(bar), bar.more] for bar in self.rows]
+        used = 5 if any(bar.more for bar in self.rows) else 4
+        return Table(self.heads[:used], [row[:used] for row in cells])
 
 
 @dataclass(frozen=True)

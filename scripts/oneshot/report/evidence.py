@@ -10,23 +10,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from scripts.oneshot.record.markdown import cell, code, is_interval, num, pct, us, us_ci
+from scripts.oneshot.record.markdown import cell, code, is_interval, num, pct, us
 from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
 from scripts.oneshot.report.blocks import Bar, Head, Shape, Table, View
 
 ASSUMED_FLOOR = 0.01  # the smallest floor the A/A control can give; used where it did not run
 NO_DIFFERENCE = "no difference measurable"
 BENCHES = {  # `bench` of the row: heading, in the order of the report
-    "prefill": "Prefill",
-    "decode": "Decode",
-    "decode_graph": "Decode step as a CUDA graph",
-    "decode_module": "Decode, the layer's whole step",
-    "decode_branch": "Decode, one branch alone",
-    "sel": "Selection",
-    "fa2": "FlashAttention-2",
-    "nccl": "NCCL between GPUs",
+    "prefill": "Prefill", "decode": "Decode", "decode_graph": "Decode step as a CUDA graph",
+    "decode_module": "Decode, the layer's whole step", "decode_branch": "Decode, one branch alone",
+    "sel": "Selection", "fa2": "FlashAttention-2", "nccl": "NCCL between GPUs",
     "context_parallel": "Context parallelism",
-}
+}  # fmt: skip
 APART = ("sel", "fa2")  # benches of single calls; they have sections of their own
 TOY_WIDTH = 1024  # a model narrower than this is none that anybody serves
 # (words, the columns that may hold it) of the problem that a table's rows measured.
@@ -75,15 +70,10 @@ def bench_view(row: Mapping[str, Any], floor: float | None, text: int = 400) -> 
         path += f" (limit {num(limit)})" if is_number(limit) else ""
     peak = [pct(row["peak_frac"])] if is_number(row.get("peak_frac")) else []
     peak += [cell(row["bound"], 20)] if peak and row.get("bound") else []
-    view.update(
-        time=us_ci(row["median_us"], row.get("ci95_us")),
-        speedup=speedup_text(row, floor)[1],
-        baseline=" ".join(base),
-        path=path,
-        ceiling=" ".join(peak),
-        notes=cell("; ".join(notes), text) if notes else "",
-    )
-    return view
+    time, ratio = us(row["median_us"], row.get("ci95_us")), speedup_text(row, floor)[1]
+    told = cell("; ".join(notes), text) if notes else ""
+    view.update(time=time, speedup=ratio, baseline=" ".join(base), path=path)
+    return {**view, "ceiling": " ".join(peak), "notes": told}
 
 
 def _notes(row: Mapping[str, Any]) -> Iterator[str]:
@@ -123,10 +113,9 @@ def speedup_text(row: Mapping[str, Any], floor: float | None) -> tuple[bool, str
     ratio, ci = row.get("speedup"), row.get("speedup_ci95")
     if not is_number(ratio):
         return False, ""
-    limit = ASSUMED_FLOOR if floor is None else floor
     if not is_interval(ci):
         return True, f"{NO_DIFFERENCE}: no interval"
-    if abs(ratio - 1) <= limit or ci[0] <= 1 <= ci[1]:
+    if abs(ratio - 1) <= (ASSUMED_FLOOR if floor is None else floor) or ci[0] <= 1 <= ci[1]:
         return True, NO_DIFFERENCE
     return False, f"{ratio:.2f}x [{ci[0]:.2f}, {ci[1]:.2f}]"
 
@@ -160,12 +149,9 @@ def bench_blocks(view: View, keep: Callable[[Mapping[str, Any]], bool]) -> list[
         views = [bench_view(r, view.floor, shape.text) for r in shown]
         columns = ISSUE_COLUMNS if shape.issue else COLUMNS
         used = [column for column in columns if any(v[column] for v in views)]
-        out += [
-            Head(BENCHES.get(name, cell(name, 60))),
-            counts,
-            problems(rows) if name not in NAMED_BY_CASE else None,
-            Table(used, [[v[column] for column in used] for v in views]) if views else None,
-        ]
+        sizes = problems(rows) if name not in NAMED_BY_CASE else None
+        out += [Head(BENCHES.get(name, cell(name, 60))), counts, sizes]
+        out.append(Table(used, [[v[column] for column in used] for v in views]) if views else None)
     return [block for block in out if block]
 
 
@@ -177,11 +163,12 @@ def headline(view: View) -> list[Mapping[str, Any]]:
     rows = [r for r in view.rows["bench"] if real(r) and beside(r)]
     prefill = [r for r in rows if r.get("bench") == "prefill" and r.get("op") in ("full", None)]
     prefill.sort(key=lambda r: (r.get("direction") != "fwd", r["S"]))
+    size = lambda r: (sequences(r), r["S"])
     steps: dict[tuple, Mapping[str, Any]] = {}
     for name in ("decode_graph", "decode"):
         for r in (r for r in rows if r.get("bench") == name):
-            steps.setdefault((sequences(r), r["S"], problem(r)), r)
-    return [*prefill, *sorted(steps.values(), key=lambda r: (sequences(r), r["S"]))]
+            steps.setdefault((size(r), problem(r)), r)
+    return [*prefill, *sorted(steps.values(), key=size)]
 
 
 def sequences(row: Mapping[str, Any]) -> float:
@@ -194,7 +181,6 @@ def tokens(count: float) -> str:
 
 
 def bar(row: Mapping[str, Any], floor: float | None, more: str = "") -> Bar:
-    """One row of `headline` as a pair of bars."""
     ours, base, S = row["median_us"], row["base_median_us"], tokens(row["S"])
     if row.get("bench") == "prefill":
         way = {"fwd": ", forward", "bwd": ", backward"}.get(str(row.get("direction")), "")
@@ -209,10 +195,8 @@ def bar(row: Mapping[str, Any], floor: float | None, more: str = "") -> Bar:
 
 def problem(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The sizes that a row was measured at, in words; those it does not tell are left."""
-    return tuple(
-        f"{words} {num(row[name])}" for words, names in SIZES
-        for name in names if row.get(name) is not None
-    )  # fmt: skip
+    found = [(words, row.get(name)) for words, names in SIZES for name in names]
+    return tuple(f"{words} {num(value)}" for words, value in found if value is not None)
 
 
 def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -242,13 +226,12 @@ def parity_view(row: Mapping[str, Any], text: int = 400) -> dict[str, str]:
             limit = row.get(f"limit_{key}")
             shown[key] = num(row.get(key)) + (f" (limit {num(limit)})" if is_number(limit) else "")
         shown.update({k: num(row.get(k)) for k in ("worst_row", "margin")})
-    requested, taken = row.get("path_requested"), row.get("path_taken")
+    path = f"{code(row.get('path_requested'), 60)} → {code(row.get('path_taken'), 80)}"
+    path += f" ({cell(row['fallback_reason'], 80)})" if row.get("fallback_reason") else ""
     return {
         **shown, "case": code(row["case"], text), "status": row["status"],
         "why": cell("; ".join(row["why"]), text), "dtype": cell(row.get("dtype"), 20),
-        "seed": num(row.get("seed")),
-        "path": f"{code(requested, 60)} → {code(taken, 80)}"
-        + (f" ({cell(row['fallback_reason'], 80)})" if row.get("fallback_reason") else ""),
+        "seed": num(row.get("seed")), "path": path,
         "launches": cell(", ".join(f"{k} x{v}" for k, v in launches.items()), 200),
     }  # fmt: skip
 

@@ -13,6 +13,7 @@ from scripts.oneshot.record.reading import read_text
 from scripts.oneshot.report.blocks import Code, Head, Section, View
 
 BAD_STAGES = ("FAIL", "TIMEOUT", "CRASH", "INFRA")
+BAD_ROWS = ("FAIL", "INVALID", "failed", "error", "FAILED")
 NAMED = 3  # of one kind by name on the first screen
 COMMAND_LIMIT = 20_000  # characters; a longer one is in its file under repro/
 TRY = {
@@ -52,17 +53,14 @@ _TROUBLE = re.compile(r"\bFAILED\b|Error\b|\bfatal\b|\bassert|Traceback|Segmenta
 def excerpt(log: str, lines: int, source: str) -> str:
     """The part of a log that speaks of the failure, at most `lines` lines."""
     rows = log.rstrip("\n").split("\n")
-    traces = [i for i, r in enumerate(rows) if r.startswith("Traceback (most recent call last)")]
-    if traces:
-        end = next(
-            (i for i in range(traces[-1] + 1, len(rows)) if rows[i] and not rows[i][0].isspace()),
-            len(rows) - 1,
-        )
-        return clip_mid("\n".join(rows[traces[-1] : end + 1]), lines, source)
-    at = max(
-        (i for i, r in enumerate(rows) if r.startswith("E  ")),
-        default=max((i for i, r in enumerate(rows) if _TROUBLE.search(r)), default=len(rows) - 1),
-    )
+    last = lambda told: max((i for i, row in enumerate(rows) if told(row)), default=None)
+    start = last(lambda row: row.startswith("Traceback (most recent call last)"))
+    if start is not None:
+        after = (i for i in range(start + 1, len(rows)) if rows[i] and not rows[i][0].isspace())
+        return clip_mid("\n".join(rows[start : next(after, len(rows)) + 1]), lines, source)
+    at = last(lambda row: row.startswith("E  "))
+    at = last(_TROUBLE.search) if at is None else at
+    at = len(rows) - 1 if at is None else at
     first = max(0, min(at - lines * 2 // 3, len(rows) - lines))
     return "\n".join(rows[first : first + lines])
 
@@ -71,11 +69,8 @@ def failing(view: View) -> list[Mapping[str, Any]]:
     """The stages that went wrong, not those that the budget cut while all was right."""
     bad = {r["stage"] for r in view.rows["test"] if r["outcome"] in ("failed", "error")}
     bad |= {r["stage"] for r in view.rows["parity"] if r["status"] != "PASS"}
-    return [
-        s
-        for s in view.data["stages"]
-        if s["id"] in bad or (s["status"] in BAD_STAGES and s.get("kind") != "BUDGET")
-    ]
+    ended_badly = lambda s: s["status"] in BAD_STAGES and s.get("kind") != "BUDGET"
+    return [s for s in view.data["stages"] if s["id"] in bad or ended_badly(s)]
 
 
 def command_block(view: View, stage: Mapping[str, Any]) -> list[Code]:
@@ -92,18 +87,12 @@ def command_block(view: View, stage: Mapping[str, Any]) -> list[Code]:
 
 def _bad_cases(view: View, stage: str) -> Iterator[str]:
     """The results of a stage that are wrong, each with its reason."""
-    name = lambda text: code(text, view.shape.text)
-    why = lambda text: cell(text, view.shape.text)
-    for r in view.rows["parity"]:
-        if r["stage"] == stage and r["status"] != "PASS":
-            seed = f"(seed {num(r.get('seed'))})"
-            yield f"parity {r['status']} {name(r['case'])} {seed}: {why('; '.join(r['why']))}"
-    for r in view.rows["test"]:
-        if r["stage"] == stage and r["outcome"] in ("failed", "error"):
-            yield f"test {r['outcome']} {name(r['nodeid'])}: {why(r.get('reason'))}"
-    for r in view.rows["bench"]:
-        if r["stage"] == stage and r["status"] in ("FAILED", "INVALID"):
-            yield f"bench {r['status']} {name(r['case'])}: {why('; '.join(r['why']))}"
+    for kind in ("parity", "test", "bench"):
+        name, state = ("nodeid", "outcome") if kind == "test" else ("case", "status")
+        for r in (r for r in view.rows[kind] if r["stage"] == stage and r[state] in BAD_ROWS):
+            seed = f" (seed {num(r.get('seed'))})" if kind == "parity" else ""
+            why = cell(r.get("reason") if kind == "test" else "; ".join(r["why"]), view.shape.text)
+            yield f"{kind} {r[state]} {code(r[name], view.shape.text)}{seed}: {why}"
 
 
 def failures(view: View) -> Section:

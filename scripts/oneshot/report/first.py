@@ -41,8 +41,11 @@ ENDS = {  # of a run in which no stage went wrong
 }
 
 
+def _count(items: Sequence[Any], word: str) -> str:
+    return f"{len(items)} {word}{'' if len(items) == 1 else 's'}"
+
+
 def answers(view: View) -> list[Answer]:
-    """The first screen."""
     return [make(view) for make in (box, kernels, speed, to_set, failed)]
 
 
@@ -55,13 +58,11 @@ def box(view: View) -> Answer:
     blocked = any(check["level"] == "BLOCK" for check in data["doctor"])
     no_use = blocked or data["device"].get("name") is None or card_faults(data["health"])
     colour = ("bad" if no_use else "doubt") if facts else "good"
-    measured = [
-        f"{words} {num(health[key])} {unit}: **{pct(health[share])}** of this card's nominal "
-        + num(health.get(nominal, "speed"))
-        for words, key, unit, share, nominal in SHARES
-        if is_number(health.get(key)) and is_number(health.get(share))
-    ]
-    facts += measured
+    measured = False
+    for words, key, unit, share, nominal in SHARES:
+        if is_number(health.get(key)) and is_number(health.get(share)):
+            measured, of = True, f"of this card's nominal {num(health.get(nominal, 'speed'))}"
+            facts.append(f"{words} {num(health[key])} {unit}: **{pct(health[share])}** {of}")
     if is_number(kept := health.get("memory_test_mib")) and not card_faults(health):
         facts.append(
             f"{num(kept)} MiB of its memory kept {num(health.get('memory_test_patterns'))} "
@@ -90,10 +91,9 @@ def kernels(view: View) -> Answer:
     on_cpu = " in Triton's interpreter on the CPU" if view.data["scope"] == "cpu" else ""
     facts, wrong = [], []
     if parity:
-        facts.append(
-            f"**{len(right)} of {len(parity)}** results{on_cpu} are within their limits of an fp64 "
-            "computation that shares no code with the kernels"
-        )
+        of = "an fp64 computation that shares no code with the kernels"
+        held = f"**{len(right)} of {len(parity)}** results{on_cpu}"
+        facts.append(f"{held} are within their limits of {of}")
     if launched := sum(bool(r.get("launches")) for r in right):
         facts.append(f"for {launched} of them the launches of the named kernels were counted")
     if outcomes:
@@ -103,11 +103,9 @@ def kernels(view: View) -> Answer:
     if worst and is_number(worst.get("margin")):
         near = f"{code(worst['case'], 120)}, {pct(worst['margin'])} of it"
         facts.append(f"nearest to its limit: {near}")
-    unproven = [
-        f"{code(s['id'], 60)} {s['status']}"
-        for s in view.data["stages"]
-        if s.get("group") == "parity" and s["status"] != "PASS" and s.get("required", True)
-    ]
+    short = [s for s in view.data["stages"] if s["status"] != "PASS" and s.get("required", True)]
+    of_kernels = [s for s in short if s.get("group") == "parity"]
+    unproven = [f"{code(s['id'], 60)} {s['status']}" for s in of_kernels]
     if unproven:
         facts.append(f"not proven: {', '.join(unproven)}")
     for status, words in (("FAIL", "wrong"), ("INVALID", "not proven")):
@@ -115,13 +113,12 @@ def kernels(view: View) -> Answer:
             wrong.append(f"{n} of {len(parity)} results are {words}")
     if failed_tests:
         wrong.append(f"{failed_tests} of {passed + failed_tests} tests failed")
-    if wrong:
-        return Answer(question, f"**No**: {' and '.join(wrong)}.", "bad", [facts])
+    answer, colour = ("As far as they ran.", "doubt") if unproven else ("Yes.", "good")
     if not parity and not passed:
-        return Answer(question, "Not proven: nothing ran.", "quiet", [facts])
-    if unproven:
-        return Answer(question, "As far as they ran.", "doubt", [facts])
-    return Answer(question, "Yes.", "good", [facts])
+        answer, colour = "Not proven: nothing ran.", "quiet"
+    if wrong:
+        answer, colour = f"**No**: {' and '.join(wrong)}.", "bad"
+    return Answer(question, answer, colour, [facts])
 
 
 def speed(view: View) -> Answer:
@@ -134,15 +131,17 @@ def speed(view: View) -> Answer:
         toys = " Toy sizes are folded below." if view.rows["bench"] else ""
         return Answer(question, f"No real sizes were timed in this run.{toys}", "quiet")
     device = str(data["device"].get("name"))
-    before, bars = committed.times(device), []
+    before, bars, said = committed.times(device), [], []
     for row in rows:
         found = before.get(key_of(str(row.get("bench")), row) or ())
         more = f"{us(found[0])} ({cell(found[1], 20)})" if found else ""
         bars.append(evidence.bar(row, view.floor, more))
-    said = []
     for name, way in (("prefill", "fwd"), ("its backward", "bwd"), ("decode", None)):
-        if words := _ratios([r for r in rows if r.get("direction") == way], view.floor):
-            said.append(f"{name} {words}")
+        mine = [r for r in rows if r.get("direction") == way]
+        shown = [r["speedup"] for r in mine if not evidence.speedup_text(r, view.floor)[0]]
+        if shown:  # those that show a difference
+            ends = dict.fromkeys((f"{min(shown):.2f}x", f"{max(shown):.2f}x"))
+            said.append(f"{name} {' to '.join(ends)}")
     answer = f"{'; '.join(said)} as fast as dense attention." if said else "As dense attention."
     unstable = any(r["status"] == "UNSTABLE" for r in rows)
     text = "NSA and the fastest dense attention of torch took turns in this run; [95 % interval]."
@@ -166,35 +165,29 @@ def _score(view: View) -> str:
         lacks = grouped(found["missing"], lambda case: cell(found["missing"][case], 200))
         told = "; ".join(f"{', '.join(cases)}: {why}" for why, cases in lacks.items())
         return f"No score: {told}."
-    star = "\\*"
+    star = lambda unstable: "\\*" if unstable else ""
     parts = [
-        f"{case} {pct(one['roofline_us'] / one['us'])}{star if case in found['unstable'] else ''}"
+        f"{case} {pct(one['roofline_us'] / one['us'])}{star(case in found['unstable'])}"
         for case, one in found["cases"].items()
     ]
     return (
-        f"Score **{found['percent']:.1f} %**{star if found['unstable'] else ''}: the geometric "
-        f"mean of roofline time over measured time, of {', '.join(parts)}. The roofline is this "
-        "card's own copy and matmul."
+        f"Score **{found['percent']:.1f} %**{star(found['unstable'])}: the geometric mean of "
+        f"roofline time over measured time, of {', '.join(parts)}. The roofline is this card's own "
+        "copy and matmul."
     )
-
-
-def _ratios(rows: list[Mapping[str, Any]], floor: float | None) -> str:
-    """`1.13x to 3.51x`, of those rows that show a difference."""
-    ratios = sorted(r["speedup"] for r in rows if not evidence.speedup_text(r, floor)[0])
-    return " to ".join(dict.fromkeys(f"{r:.2f}x" for r in (ratios[:1] + ratios[-1:])))
 
 
 def _beside(pairs: Mapping[tuple[str, str, int], float], here: set[int]) -> str:
     """What other implementations took on this kind of card, at the lengths that this run timed or,
     without one of them, at all."""
     words = {"fwd": "forward", "fwd+bwd": "forward and backward"}
-    size = lambda key: f"{pairs[key]:.2f} at {evidence.tokens(key[2])}"
     groups = grouped([key for key in pairs if key[2] in here] or pairs, lambda key: key[:2])
-    said = "; ".join(
-        f"{cell(other, 40)}, {words.get(way, cell(way, 20))}, {', '.join(map(size, keys))} tokens"
-        for (other, way), keys in groups.items()
-    )
-    return f"Times as long as NSA took, in pairs on a card of this name (committed rows): {said}."
+    said = []
+    for (other, way), keys in groups.items():
+        sizes = ", ".join(f"{pairs[key]:.2f} at {evidence.tokens(key[2])}" for key in keys)
+        said.append(f"{cell(other, 40)}, {words.get(way, cell(way, 20))}, {sizes} tokens")
+    lead = "Times as long as NSA took, in pairs on a card of this name (committed rows)"
+    return f"{lead}: {'; '.join(said)}."
 
 
 def to_set(view: View) -> Answer:
@@ -244,18 +237,15 @@ def failed(view: View) -> Answer:
         blocks += command_block(view, stage)
     if len(wrong) > NAMED:
         blocks.append(f"and {len(wrong) - NAMED} more, under Failures")
+    named = lambda stages: ", ".join(code(s["id"], 60) for s in stages)
     if cut:
-        named = ", ".join(code(s["id"], 60) for s in cut)
         again = f"make gpu-report PROFILE={shlex.quote(str(data['profile']))} RESUME=1"
-        blocks += [
-            f"Time or memory did not reach for {named}. This runs them and keeps what passed:",
-            Code(fence(again, "bash")),
-        ]
+        short = f"Time or memory did not reach for {named(cut)}."
+        blocks += [f"{short} This runs them and keeps what passed:", Code(fence(again, "bash"))]
     absent = lambda s: s["status"] in ("NOT_RUN", "SKIPPED") and s.get("required", True)
     lost = [s for s in left if absent(s) and s not in cut]
     reasons = grouped(lost, lambda s: cell(s.get("reason"), 300))
-    for why, stages in reasons.items():
-        blocks.append(f"Did not run: {', '.join(code(s['id'], 60) for s in stages)}: {why}.")
+    blocks += [f"Did not run: {named(stages)}: {why}." for why, stages in reasons.items()]
     status = data["verdict"]["status"]
     if wrong:
         return Answer(question, f"**{_count(wrong, 'stage')}.**", "bad", blocks)
@@ -304,10 +294,8 @@ def _of_the_run(view: View) -> Iterator[str]:
     if gate == "failed":
         yield "**Redaction FAILED**: something private could not be removed; do not post this"
     elif gate != "clean":
-        yield (
-            "**Not looked over for private data**: the run ended before its last redaction gate; "
-            "only its journal and logs were cleaned as they were written"
-        )
+        text = "the run ended before its last redaction gate; only its journal and logs were"
+        yield f"**Not looked over for private data**: {text} cleaned as they were written"
     if ended == "crash":
         yield "**The run did not end by itself**: what came before its end is shown"
     elif ended not in ("normal", "budget"):
@@ -315,9 +303,8 @@ def _of_the_run(view: View) -> Iterator[str]:
     if data.get("partial"):
         yield f"Partial run: {cell(data['partial'], t)}; the other stages were not asked for"
     if git.get("dirty"):
-        of, digest = "diff", git.get("diff_sha256")  # without git that of all sources
-        if not digest:
-            of, digest = "sources", git.get("source_sha256")
+        by_git = git.get("diff_sha256")  # without git there is that of all sources
+        of, digest = ("diff", by_git) if by_git else ("sources", git.get("source_sha256"))
         yield (
             f"DIRTY tree: this is not commit {code(git.get('short'), 40)} alone but "
             f"{cell(git.get('diffstat') or 'changed files', t)}, {num(git.get('untracked') or 0)} "
@@ -327,14 +314,12 @@ def _of_the_run(view: View) -> Iterator[str]:
         yield "The sources are not a git checkout that could be read: the commit is unknown"
     for text in view.extra:
         yield cell(text, t)
+    half = "ran out of GPU memory; what it shows was measured at half its sizes"
     for stage in data["stages"]:
         if stage.get("flaky"):
             yield f"FLAKY: {code(stage['id'], 60)} passed only at the second attempt"
         if stage.get("half_size"):
-            yield (
-                f"HALF SIZE: {code(stage['id'], 60)} ran out of GPU memory; what it shows was "
-                "measured at half its sizes"
-            )
+            yield f"HALF SIZE: {code(stage['id'], 60)} {half}"
     for row in view.rows["bench"]:
         reads = [row.get("reads_actual"), row.get("reads_expected")]
         if row["status"] in NUMBERED and all(map(is_number, reads)) and reads[0] != reads[1]:
@@ -368,13 +353,9 @@ def _of_less_weight(view: View) -> Iterator[str]:
     if timed and view.floor is None:
         yield f"The noise floor was not measured; {pct(ASSUMED_FLOOR)} counts as no difference"
     yield from _doctor(view, ("WARN",))
+    named = lambda r: f"{code(r['case'], 120)} ({cell('; '.join(r['why']), t // 3)})"
     for status in ("INVALID", "FAILED", "UNSTABLE", "SKIPPED"):
-        cases = [
-            f"{code(r['case'], 120)} ({cell('; '.join(r['why']), t // 3)})"
-            for r in bench
-            if r["status"] == status
-        ]
-        if cases:
+        if cases := [named(r) for r in bench if r["status"] == status]:
             more = f"; and {len(cases) - NAMED} more" if len(cases) > NAMED else ""
             yield f"{_count(cases, 'bench case')} {status}: {'; '.join(cases[:NAMED])}{more}"
     skipped = [row for row in view.rows["test"] if row["outcome"] == "skipped"]
@@ -385,10 +366,6 @@ def _of_less_weight(view: View) -> Iterator[str]:
     yield from _notes(view, loud=False)
 
 
-def _count(items: Sequence[Any], word: str) -> str:
-    return f"{len(items)} {word}{'' if len(items) == 1 else 's'}"
-
-
 def remark_blocks(view: View) -> list[Any]:
     """What stands under the cards: the remarks on the run, then the rest behind a fold."""
     loud = list(dict.fromkeys(_of_the_run(view)))
@@ -396,6 +373,5 @@ def remark_blocks(view: View) -> list[Any]:
     most = 40 + view.shape.rows
     if len(rest) > most:
         rest[most:] = [f"and {len(rest) - most} more, in bundle.json"]
-    fold = Fold(f"{_count(rest, 'remark')} of less weight", [rest])
     lead = ["Before you read the numbers:", loud[:LOUD]] if loud else []
-    return [*lead, *([fold] if rest else [])]
+    return lead + ([Fold(f"{_count(rest, 'remark')} of less weight", [rest])] if rest else [])

@@ -6,6 +6,7 @@ is escaped; the only tags are the ones written below, so no text of a log can be
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -26,11 +27,10 @@ _COLOURS = {
 
 
 def inline(value: Any) -> Markup:
-    """One cell of markdown.py as HTML: code spans and bold stay, the rest is text. A cell that is
-    nothing but a status gets its colour."""
+    """A cell of markdown.py as HTML: code and bold stay, a lone status is coloured."""
     if str(value) in _COLOURS:
         return status(value)
-    text, out, at, strong = str(value), [], 0, False
+    text, out, at, tags = str(value), [], 0, itertools.cycle(("<strong>", "</strong>"))
     for match in _INLINE.finditer(text):
         out.append(escape(text[at : match.start()]))
         at = match.end()
@@ -39,16 +39,13 @@ def inline(value: Any) -> Markup:
             if len(match["ticks"]) > 1:
                 inside = inside.removeprefix(" ").removesuffix(" ")
             out.append(Markup("<code>%s</code>") % inside)
-        elif match["escaped"]:
-            out.append(escape(match["escaped"]))
-        elif match["entity"]:
-            out.append(escape(_ENTITIES[match["entity"]]))
         elif match["strong"]:
-            strong = not strong
-            out.append(Markup("<strong>") if strong else Markup("</strong>"))
+            out.append(Markup(next(tags)))
+        elif plain := match["escaped"] or _ENTITIES.get(match["entity"]):
+            out.append(escape(plain))
     out.append(escape(text[at:]))
-    if strong:
-        out.append(Markup("</strong>"))
+    if (tag := next(tags)) == "</strong>":
+        out.append(Markup(tag))
     return Markup("").join(out)
 
 
@@ -64,7 +61,6 @@ def colour(word: Any) -> str:
 
 
 def status(value: Any) -> Markup:
-    """A status as a coloured word."""
     return Markup('<b class="%s">%s</b>') % (colour(value), str(value))
 
 

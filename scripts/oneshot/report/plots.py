@@ -16,7 +16,7 @@ from typing import Any
 
 from scripts.oneshot.record.journal import write_atomic
 from scripts.oneshot.record.reading import held_to_rules
-from scripts.oneshot.record.rows import NUMBERED, grouped, is_number
+from scripts.oneshot.record.rows import grouped, is_number
 from scripts.oneshot.report.evidence import is_toy, timed
 from scripts.oneshot.report.sections import losses
 
@@ -32,49 +32,35 @@ STYLE = {
 Rows = Sequence[Mapping[str, Any]]
 
 
-def _label(text: Any) -> str:
-    """Text for a legend: short, and no markup of matplotlib's."""
-    return re.sub(r"[^\w /.,=+:()-]", "", str(text))[:60].lstrip("_") or "-"
-
-
-def _plain_log(ax: Any, *names: str) -> None:
-    """Logarithmic axes whose ticks are plain numbers, 1, 2 and 5 of each power of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    for name in names:
-        getattr(ax, f"set_{name}scale")("log")
-        axis = getattr(ax, f"{name}axis")
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
 def roofline(ax: Any, rows: Rows, data: Mapping[str, Any]) -> bool:
     """Every case by arithmetic intensity, under what the box reached itself."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
     known = lambda r: all(is_number(r.get(k)) and r[k] > 0 for k in ("flops", "bytes", "tflops"))
     rows = [r for r in rows if known(r) and not is_toy(r)]
     if not rows:
         return False
+    intensity = lambda rows: [r["flops"] / r["bytes"] for r in rows]
     benches = grouped(rows, lambda r: str(r.get("bench")))
     for colour, (name, of_bench) in zip(cycle(COLOURS), benches.items(), strict=False):
-        of_status = grouped(of_bench, lambda r: r["status"])
-        for status in (status for status in NUMBERED if status in of_status):
-            mine, valid = of_status[status], status == "VALID"
-            ax.scatter(
-                [r["flops"] / r["bytes"] for r in mine], [r["tflops"] for r in mine], s=22,
-                edgecolors=colour, facecolors=colour if valid else "none",
-                label=_label(name if valid else f"{name} (unstable)"),
-            )  # fmt: skip
+        name = re.sub(r"[^\w /.,=+:()-]", "", name)[:50].lstrip("_") or "-"  # no markup
+        for status, more, inside in (("VALID", "", colour), ("UNSTABLE", " (unstable)", "none")):
+            if mine := [r for r in of_bench if r["status"] == status]:
+                look = dict(s=22, edgecolors=colour, facecolors=inside, label=name + more)
+                ax.scatter(intensity(mine), [r["tflops"] for r in mine], **look)
     health = data["health"] or {}
     gbs, peak = health.get("copy_gbs"), health.get("gemm_bf16_tflops")
-    xs = [r["flops"] / r["bytes"] for r in rows]
-    low, high = min(xs) / 2, max(xs) * 2
+    low, high = min(intensity(rows)) / 2, max(intensity(rows)) * 2
     if is_number(gbs) and is_number(peak) and gbs > 0 and peak > 0:
         ridge = peak * 1e3 / gbs
         high = max(high, 2 * ridge)
         ax.plot([low, ridge, high], [low * gbs / 1e3, peak, peak], color=INK, linewidth=1.2,
                 label=f"this box: copy {gbs:.0f} GB/s, bf16 matmul {peak:.0f} TFLOP/s")  # fmt: skip
-    _plain_log(ax, "x", "y")
+    ax.set(xscale="log", yscale="log")
+    for axis in (ax.xaxis, ax.yaxis):  # its ticks are plain numbers, not powers of ten
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.set(xlabel="FLOP per byte that must move", ylabel="TFLOP/s reached", title="Roofline")
     ax.legend()
     return True

@@ -55,32 +55,25 @@ def _machine(data: Mapping[str, Any]) -> str:
 
 
 Plots = Sequence[tuple[str, str]]
+Words = Sequence[str]
 
 
 def document(
-    data: Mapping[str, Any],
-    folder: Path,
-    shape: Shape,
-    plots: Plots = (),
-    extra: Sequence[str] = (),
+    data: Mapping[str, Any], folder: Path, shape: Shape, plots: Plots = (), extra: Words = ()
 ) -> dict[str, Any]:
     """Everything the templates show, already safe as Markdown."""
-    rows, extra = {}, list(extra)
+    rows, extra, verdict = {}, list(extra), data["verdict"]
     for kind, key in (("test", "tests"), ("parity", "parity"), ("bench", "bench")):
         rows[kind], broken = held_to_rules(data[key], kind)
         if broken:
             extra.append(f"{broken} {kind} rows are broken and left out")
     view = View(data, rows, noise_floor(data["health"]), folder, shape, plots, extra)
     return {
-        "cpu": data["scope"] == "cpu",
-        "status": data["verdict"]["status"],
-        "one_line": cell(data["verdict"]["one_line"], 1000),
-        "answers": first.answers(view),
-        "remarks": first.remark_blocks(view),
-        "sections": sections.sections(view),
-        "last": about.last_words(view),
-        "machine": _machine(data),
-    }
+        "cpu": data["scope"] == "cpu", "status": verdict["status"],
+        "one_line": cell(verdict["one_line"], 1000), "answers": first.answers(view),
+        "remarks": first.remark_blocks(view), "sections": sections.sections(view),
+        "last": about.last_words(view), "machine": _machine(data),
+    }  # fmt: skip
 
 
 @functools.cache
@@ -103,9 +96,7 @@ def render_text(*args: Any, **kwargs: Any) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
 
 
-def render_page(
-    data: Mapping[str, Any], folder: Path, plots: Plots = (), extra: Sequence[str] = ()
-) -> str:
+def render_page(data: Mapping[str, Any], folder: Path, plots: Plots = (), extra: Words = ()) -> str:
     """The same report as one HTML page that needs no other file and no network."""
     from markupsafe import Markup
 
@@ -114,8 +105,7 @@ def render_page(
         # Our own drawing (plots.py), whose texts are escaped, without what stands before <svg>; its
         # names are its own on a page with several.
         _, tag, rest = (read_text(folder, path) or "").partition("<svg")
-        source = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>p{number}-", tag + rest)
-        drawings[path] = Markup(source)
+        drawings[path] = Markup(re.sub(r'( id="|href="#|url\(#)', rf"\g<1>p{number}-", tag + rest))
     shown = document(data, folder, Shape(), plots=plots, extra=extra)
     name = str(data["git"].get("short") or "report")
     title = f"{name} on a CPU" if data["scope"] == "cpu" else name
@@ -172,10 +162,9 @@ def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser(prog="oneshot render", description=__doc__.split("\n")[0])
     p.add_argument("bundle", type=Path, help="the folder of a run")
     args = p.parse_args(argv)
-    if not args.bundle.is_dir():
-        print(f"bundle must be the folder of a run, got {args.bundle}", file=sys.stderr)
-        return 2
     try:
+        if not args.bundle.is_dir():
+            raise BundleError(f"bundle must be the folder of a run, got {args.bundle}")
         notes = render(args.bundle)
     except BundleError as error:
         print(error, file=sys.stderr)
@@ -185,6 +174,5 @@ def main(argv: list[str]) -> int:
         return 1
     for note in notes:
         print(note, file=sys.stderr)
-    for name in ("report.md", "report.html"):
-        print(args.bundle / name)
+    print(args.bundle / "report.md", args.bundle / "report.html", sep="\n")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ from scripts.oneshot.report.thresholds import fa2, threshold
 def gpus(view: View) -> Section:
     table = cards.section(view.data, view.rows["parity"])
     heads = "GPU|card|copy GB/s (of nominal)|bf16 TFLOP/s (of nominal)|parity|verdict"
-    text = (
-        "Health and parity of every card, measured alone. The benches ran on the first; NCCL "
-        "and context parallelism on all that are good."
-    )
+    ran = "The benches ran on the first; NCCL and context parallelism on all that are good."
+    text = f"Health and parity of every card, measured alone. {ran}"
     rows = [list(row.values()) for row in table]
     return Section("GPUs", rows and [text, Table(heads, rows)])
 
@@ -62,19 +61,15 @@ the stage `decode_serving`, or by `bench/bench_decode.py --preset serving`.
 
 
 def _legend(view: View) -> Fold:
-    """How the tables of times are read."""
     bench = view.rows["bench"]
-    told = lambda *names: dict.fromkeys(
-        ", ".join(str(r[n]) for n in names) for r in bench if all(r.get(n) for n in names)
-    )
-    clocks, precisions = told("cache", "timer"), told("precision")
-    measured = view.floor is not None
-    lines = paragraphs(
-        LEGEND,
-        floor=f"{pct(view.floor, 1)} (same code against itself)" if measured else "not measured",
-        ceiling=evidence.ceiling_words(view.data["scope"], view.data["health"]),
-    )
-    lines += [f"Cache and clock: {cell('; '.join(clocks))}."] if clocks else []
+    timers = [(r["cache"], r["timer"]) for r in bench if r.get("cache") and r.get("timer")]
+    clocks = "; ".join(dict.fromkeys(f"{cache}, {timer}" for cache, timer in timers))
+    measured = f"{pct(view.floor, 1)} (same code against itself)"
+    ceiling = evidence.ceiling_words(view.data["scope"], view.data["health"])
+    floor = "not measured" if view.floor is None else measured
+    lines = paragraphs(LEGEND, floor=floor, ceiling=ceiling)
+    lines += [f"Cache and clock: {cell(clocks)}."] if clocks else []
+    precisions = dict.fromkeys(str(r["precision"]) for r in bench if r.get("precision"))
     lines += [f"Precision: {cell(text)}." for text in precisions]
     return Fold("How to read the tables of times", [lines])
 
@@ -105,20 +100,15 @@ def parity(view: View) -> Section:
     if rows and not shape.issue:
         heads = "op|passed|closest to its limit|MAE|max-abs|worst row|margin|paths taken"
         every = evidence.parity_table(rows, shape, ("why",))
-        blocks += [
-            *paragraphs(ORACLE),
-            Table(heads, list(evidence.parity_ops(rows, shape))),
-            Fold(f"All {len(rows)} parity rows", [every]),
-        ]
-    if not shape.issue:
-        blocks += by_file(view)
-    return Section("Parity", blocks)
+        blocks += [*paragraphs(ORACLE), Table(heads, list(evidence.parity_ops(rows, shape)))]
+        blocks.append(Fold(f"All {len(rows)} parity rows", [every]))
+    return Section("Parity", blocks if shape.issue else [*blocks, *by_file(view)])
 
 
 def by_file(view: View) -> list[Fold]:
     """Result and time of the tests of each file; several processes have taken the files apart."""
-    in_files = [test for test in view.rows["test"] if ".py::" in str(test["nodeid"])]
-    name = lambda test: str(test["nodeid"]).partition(".py::")[0].rpartition("/")[2]
+    in_files = [test for test in view.rows["test"] if ".py::" in test["nodeid"]]
+    name = lambda test: test["nodeid"].partition(".py::")[0].rpartition("/")[2]
     rows = []
     for file, tests in sorted(grouped(in_files, name).items()):
         outcomes = Counter(str(test["outcome"]) for test in tests)
@@ -132,13 +122,11 @@ def losses(folder: Path) -> list[tuple[int, float, float | None]]:
     """(step, loss, held-out loss or None) of train.jsonl; lines that are no such row are left."""
     out = []
     for line in (read_text(folder, "train.jsonl") or "").splitlines():
-        try:
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
             row = json.loads(line)
             if is_number(row["loss"]) and is_number(row["step"]):
                 val = row.get("val_loss")
                 out.append((int(row["step"]), row["loss"], val if is_number(val) else None))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
     return out
 
 
@@ -148,31 +136,23 @@ def training(view: View) -> Section:
         return Section("Training showcase", [])
     mine = [m for m in view.data["metrics"] if m.get("stage") == stage["id"]]
     metrics = {str(m.get("name")): (m.get("value"), m.get("unit")) for m in mine}
-    value = lambda name: num(metrics.get(name, (None,))[0])
+    first, last, rate = (
+        num(metrics.get(name, (None,))[0]) for name in ("loss_first", "loss_last", "steps_per_s")
+    )
     why = f": {cell(stage.get('reason'))}" if stage["status"] != "PASS" else ""
-    text = f"{stage['status']}{why}."
-    if value("loss_first") != "-":
-        text += f" Loss {value('loss_first')} → {value('loss_last')},"
-        text += f" {value('steps_per_s')} steps/s."
+    loss = f" Loss {first} → {last}, {rate} steps/s." if first != "-" else ""
+    text = f"{stage['status']}{why}.{loss}"
     curve = losses(view.folder)
     spark = sparkline([loss for _, loss, _ in curve])
-    checks = [
-        f"{code(r['nodeid'].split('::')[-1], 80)} {r['outcome']}"
-        + (f": {cell(r['reason'])}" if r.get("reason") else "")
-        for r in view.rows["test"]
-        if r["stage"] == stage["id"]
-    ]
-    values = [
-        f"{cell(name, 80)}: {num(v)} {'' if u in (None, '', '1') else cell(u, 20)}".rstrip()
-        for name, (v, u) in list(metrics.items())[:200]
-    ]
-    blocks = [
-        text,
-        spark and f"`{spark}` ({len(curve)} steps with a finite loss)",
-        checks,
-        *view.pictures("loss"),
-        values and Fold(f"All {len(metrics)} metrics", [values]),
-    ]
+    reason = lambda r: f": {cell(r['reason'])}" if r.get("reason") else ""
+    tests = [r for r in view.rows["test"] if r["stage"] == stage["id"]]
+    checks = [f"{code(r['nodeid'].split('::')[-1], 80)} {r['outcome']}{reason(r)}" for r in tests]
+    unit = lambda u: "" if u in (None, "", "1") else cell(u, 20)
+    shown = list(metrics.items())[:200]
+    values = [f"{cell(name, 80)}: {num(v)} {unit(u)}".rstrip() for name, (v, u) in shown]
+    drawn = spark and f"`{spark}` ({len(curve)} steps with a finite loss)"
+    blocks: list[Any] = [text, drawn, checks]
+    blocks += [*view.pictures("loss"), values and Fold(f"All {len(metrics)} metrics", [values])]
     return Section("Training showcase", blocks, fold=True, issue=False)
 
 

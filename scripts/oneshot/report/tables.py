@@ -35,20 +35,16 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def lines_of(rows: list[Mapping[str, Any]], header: list[str]) -> Iterator[dict[str, str]]:
     """The cells that each row gives, as far as rows give them."""
-    if "ms_total" not in header:
-        for row in rows:
-            given = flat(row)
-            given |= {name: given[of] for name, of in OTHER_NAMES.items()}
-            yield {name: as_cell(given[name]) for name in header if name in given}
-        return
+    of_decode = "ms_total" in header
     same = lambda a, b: (a.get("B"), a.get("S")) == (b.get("B"), b.get("S"))
     for row in rows:
-        if row["bench"] != "decode":
+        if of_decode and row["bench"] != "decode":
             continue
-        own = flat(row)
-        given = {n: own[n] for n in header if n in own and n not in DECODE_WORDS}
-        given |= {name: own[of] for name, of in ALIASES.items()}
-        given |= part_columns([flat(r) for r in rows if same(r, row)])
+        given = flat(row)
+        given |= {name: given[of] for name, of in (ALIASES if of_decode else OTHER_NAMES).items()}
+        if of_decode:
+            given = {name: value for name, value in given.items() if name not in DECODE_WORDS}
+            given |= part_columns([flat(r) for r in rows if same(r, row)])
         yield {name: as_cell(given[name]) for name in header if name in given}
 
 
@@ -73,23 +69,17 @@ def check_csvs(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
             continue
         left = list(wanted)
         for number, line in enumerate(table, 2):
-            match = next((w for w in left if all(line[k] == v for k, v in w.items())), None)
-            if match is not None:
+            differ = lambda w, line=line: [k for k, v in w.items() if line[k] != v]
+            if (match := next((w for w in left if not differ(w)), None)) is not None:
                 left.remove(match)
             elif wanted:
-                yield f"{name}:{number}: {_difference(line, wanted)}"
+                nearest = min(wanted, key=lambda w: len(differ(w)))
+                told = (
+                    f"{k} is {line[k]!r}, and {nearest[k]!r} by its row" for k in differ(nearest)
+                )
+                yield f"{name}:{number}: {next(told, 'a line twice')}"
         if left and stage["status"] == "PASS":
             yield f"{name} lacks the lines of {len(left)} rows"
-
-
-def _difference(line: Mapping[str, str], wanted: list[dict[str, str]]) -> str:
-    """In which cell a line differs from the row that is next to it."""
-    differ = lambda w: [k for k, v in w.items() if line[k] != v]
-    nearest = min(wanted, key=lambda w: len(differ(w)))
-    column = differ(nearest)
-    if not column:
-        return "a line twice"
-    return f"{column[0]} is {line[column[0]]!r}, and {nearest[column[0]]!r} by its row"
 
 
 def check_health(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
@@ -114,8 +104,7 @@ _FIGURE = re.compile(r"<figure>.*?</figure>\n?", re.S)
 
 
 def check_texts(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """The reports are what the journal gives, line by line but for plots, where these sources made
-    them; nothing without jinja2."""
+    """The reports are what the journal gives, line by line but for plots; it needs jinja2."""
     from scripts.oneshot.record.outputs import short_report
     from scripts.oneshot.report.render import issue_text, render_page, render_text
 
@@ -137,11 +126,7 @@ def check_texts(data: Mapping[str, Any], folder: Path) -> Iterator[str]:
             text = (folder / name).read_text(encoding="utf-8", errors="replace")
             held, right = kept(text), kept(make())
             if held not in (right, kept(short_report(data))):
-                yield f"{name} is not what events.jsonl gives: {_first_change(held, right)}"
-
-
-def _first_change(held: list[str], right: list[str]) -> str:
-    for a, b in zip(held, right, strict=False):
-        if a != b:
-            return f"{a[:120]!r} stands for {b[:120]!r}"
-    return f"{len(held)} lines in place of {len(right)}"
+                pairs = ((a, b) for a, b in zip(held, right, strict=False) if a != b)
+                count = f"{len(held)} lines in place of {len(right)}"
+                told = next((f"{a[:120]!r} stands for {b[:120]!r}" for a, b in pairs), count)
+                yield f"{name} is not what events.jsonl gives: {told}"

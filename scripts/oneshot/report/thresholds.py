@@ -14,8 +14,8 @@ from scripts.oneshot.report.evidence import bench_blocks, rough_ratio
 
 def _walls(rows: Sequence[Mapping[str, Any]]) -> str:
     """What a host sees of the launch-bound ones among `rows`; empty without any."""
-    bound = [r for r in rows if r["status"] == "VALID" and r.get("launch_bound")
-             and is_number(r.get("wall_speedup"))]  # fmt: skip
+    seen = lambda r: r.get("launch_bound") and is_number(r.get("wall_speedup"))
+    bound = [r for r in rows if r["status"] == "VALID" and seen(r)]
     if not bound:
         return ""
     worst = min(bound, key=lambda r: r["wall_speedup"])
@@ -33,12 +33,9 @@ def threshold_cells(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[Mapping
 def routes_at(rows: Sequence[Mapping[str, Any]], least: float) -> dict[str, Any]:
     """The cells of one length: how many there are and carry a threshold, the smallest lower bounds
     by the device's time and by wall, and the case of the smallest of all; "-" without any."""
-    found = [
-        (r["speedup_ci95"][0], r["wall_speedup_ci95"][0], r)
-        for r in rows
-        if r["status"] in NUMBERED and is_interval(r.get("speedup_ci95"))
-        and is_interval(r.get("wall_speedup_ci95"))
-    ]  # fmt: skip
+    both = lambda r: is_interval(r.get("speedup_ci95")) and is_interval(r.get("wall_speedup_ci95"))
+    timed = [r for r in rows if r["status"] in NUMBERED and both(r)]
+    found = [(r["speedup_ci95"][0], r["wall_speedup_ci95"][0], r) for r in timed]
     worst = min(found, key=lambda one: min(one[:2]), default=None)
     carry = [r for low, wall, r in found if carries(r["status"], (low, wall), least)]
     return {
@@ -67,15 +64,14 @@ def recommendation(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
         return out
     value, blocking = proposal.get("sel_triton_min_L"), proposal.get("blocking_case")
     words = cell(proposal.get("confidence") or proposal.get("text") or "")
-    if isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int:
         out["text"] = f"**`sel_triton_min_L: {value}`** ({words})"
         against = [e for e in evidence if e["L"] >= value and not e["holds"]]
         if against or not any(e["L"] >= value for e in evidence):
             lengths = ", ".join(str(e["L"]) for e in against) or "any L"
-            out["doubt"] = (
-                f"The rows of this run do not carry it alone: not every cell of L = {lengths} "
-                f"has lower bounds of {least:g}x, of {2 * least:g}x where it is UNSTABLE."
-            )
+            bounds = f"{least:g}x, of {2 * least:g}x where it is UNSTABLE"
+            text = f"not every cell of L = {lengths} has lower bounds of {bounds}"
+            out["doubt"] = f"The rows of this run do not carry it alone: {text}."
     else:
         out["text"] = f"**None: no length that was timed qualifies, so keep what is set** ({words})"
     if blocking:
@@ -91,18 +87,14 @@ def _scope(rows: Sequence[Mapping[str, Any]]) -> str:
             "the device's kernels and by wall. Rows of `bench_sel_triton.py` in other modes "
             "compare kernels on packed keys and decide nothing. `nsa_attention`, the layers and "
             "decode steps have no threshold")  # fmt: skip
-    whole = [r for r in rows if r["status"] == "VALID" and is_number(r.get("speedup"))
-             and r.get("path_requested") == "triton"]  # fmt: skip
     found = []
-    for words, mine in (
-        ("prefill", [r for r in whole if r.get("bench") == "prefill" and r.get("op") == "full"]),
-        ("decode step", [r for r in whole if r.get("bench") == "decode"]),
-    ):
-        ratios = sorted(r["speedup"] for r in mine)
-        if ratios:
+    for words, name, op in (("prefill", "prefill", "full"), ("decode step", "decode", None)):
+        mine = [r for r in rows if r.get("bench") == name and op in (None, r.get("op"))]
+        mine = [r for r in mine if r["status"] == "VALID" and r.get("path_requested") == "triton"]
+        if ratios := sorted(r["speedup"] for r in mine if is_number(r.get("speedup"))):
             found.append(f"{words} {ratios[0]:.2f}x to {ratios[-1]:.2f}x")
-    return text + (f"; against dense attention at the sizes timed here: {', '.join(found)}."
-                   if found else ".")  # fmt: skip
+    beside = "; against dense attention at the sizes timed here: " if found else ""
+    return f"{text}{beside}{', '.join(found)}."
 
 
 # What serves without FA-2 at each value of Triton's switch: (baseline, value, words, what to do
@@ -135,23 +127,18 @@ def fa2_lengths(data: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> d
         for branch in ("win", "cmp"):
             why = proposal.get(f"fa2_{branch}{more}_why")
             least = proposal.get(f"fa2_min_len_{branch}{more}")
-            found = isinstance(least, int) and not isinstance(least, bool)
-            held = [
-                r
-                for (b, name, keys), mine in groups.items()
-                for r in mine
-                if b == branch and baseline == name and not (found and keys < least)
-            ]
-            told = f" ({cell(why)})" if why else ""
+            found = type(least) is int
+            held = [r for r in of_fa2 if key(r)[:2] == (branch, baseline)]
+            held = [r for r in held if not found or r["key_len"] >= least]
+            told = (f" ({cell(why)})" if why else "") + _walls(held)
             named |= found
             if found:
-                texts.append(f"`fa2_min_len_{branch}: {least}` keys{told}{_walls(held)}")
+                texts.append(f"`fa2_min_len_{branch}: {least}` keys{told}")
             elif why:
-                texts.append(f"no `fa2_min_len_{branch}`{told}{_walls(held)}")
-        advice = advice if named else "leave `NSA_USE_FA2=0`"
-        head = f"With `NSA_USE_TRITON_SEL={value}`, {words}: {advice}"
-        if texts:
-            settings.append({"head": head, "lengths": texts})
+                texts.append(f"no `fa2_min_len_{branch}`{told}")
+        head = f"With `NSA_USE_TRITON_SEL={value}`, {words}: "
+        head += advice if named else "leave `NSA_USE_FA2=0`"
+        settings += [{"head": head, "lengths": texts}] if texts else []
     return {"evidence": evidence, "settings": settings}
 
 
@@ -166,10 +153,8 @@ that depends on Triton's switch.
 def threshold(view: View) -> Section:
     found = recommendation(view.data, view.rows["bench"])
     heads = "L|cells that carry it|smallest lower bound, device|by wall|case of the smallest"
-    rows = [
-        [e["L"], f"{e['carry']}/{e['cells']}", e["low"], e["wall"], e["case"]]
-        for e in found["evidence"]
-    ]
+    shown = lambda e: [e["L"], f"{e['carry']}/{e['cells']}", e["low"], e["wall"], e["case"]]
+    rows = list(map(shown, found["evidence"]))
     blocks = [found["text"], found["doubt"], found["scope"], rows and Table(heads, rows)]
     if not view.shape.issue:
         blocks += bench_blocks(view, lambda r: r.get("bench") == "sel")

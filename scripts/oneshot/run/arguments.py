@@ -32,42 +32,28 @@ def _commit(text: str) -> str:
     return text
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="oneshot run",
-        description="Plan, capture, run every stage, judge, render, redact, pack.",
-        allow_abbrev=False,  # setup_env.py looks for --dry-run before it installs anything
-    )
+    what = "Plan, capture, run every stage, judge, render, redact, pack."
+    # setup_env.py looks for --dry-run before it installs anything.
+    p = argparse.ArgumentParser(prog="oneshot run", description=what, allow_abbrev=False)
+    names = lambda text: tuple(name.strip() for name in text.split(",") if name.strip())
+    flag = lambda name, words: p.add_argument(name, action="store_true", help=words)
     p.add_argument("out_dir", nargs="?", type=Path, help="default: artifacts/runner")
-    p.add_argument(
-        "--profile",
-        choices=(*PROFILES, "gpu", "auto"),
-        default="auto",
-        help="auto: standard with NVIDIA hardware, cpu without; gpu: standard",
-    )
+    profiles = "auto: standard with NVIDIA hardware, cpu without; gpu: standard"
+    choices = (*PROFILES, "gpu", "auto")
+    p.add_argument("--profile", choices=choices, default="auto", help=profiles)
     p.add_argument("--budget", type=seconds, help="stop starting work after this time (15m)")
-    p.add_argument("--only", type=_names, default=(), help="stages to run, comma separated")
-    p.add_argument("--skip", type=_names, default=(), help="stages to leave out")
-    p.add_argument(
-        "--resume",
-        action="store_true",
-        help="take over stages that passed within 24 h on the same commit and box",
-    )
-    p.add_argument("--dry-run", action="store_true", help="print stages and commands, run nothing")
-    p.add_argument(
-        "--gpus",
-        metavar="all|0,1",
-        help="several GPUs: health and parity of each, then NCCL and context parallelism",
-    )
+    p.add_argument("--only", type=names, default=(), help="stages to run, comma separated")
+    p.add_argument("--skip", type=names, default=(), help="stages to leave out")
+    flag("--resume", "take over stages that passed within 24 h on the same commit and box")
+    flag("--dry-run", "print stages and commands, run nothing")
+    gpus = "several GPUs: health and parity of each, then NCCL and context parallelism"
+    p.add_argument("--gpus", metavar="all|0,1", help=gpus)
     p.add_argument("--price", type=_dollars, help="dollars per hour, for the running cost")
     p.add_argument("--commit", type=_commit, default=None, help="commit of sources without git")
     p.add_argument("--wait", type=seconds, default=0.0, help="wait for a lock that long")
-    p.add_argument("--keep-host", action="store_true", help="do not redact host names")
-    p.add_argument("--keep-ip", action="store_true", help="do not redact IP addresses")
-    p.add_argument("--verbose", action="store_true", help="show what the stages print")
-    p.add_argument("--detach", action="store_true", help="go on in the background; see attach")
+    flag("--keep-host", "do not redact host names")
+    flag("--keep-ip", "do not redact IP addresses")
+    flag("--verbose", "show what the stages print")
+    flag("--detach", "go on in the background; see attach")
     return p

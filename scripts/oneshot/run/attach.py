@@ -51,19 +51,20 @@ def main(argv: list[str]) -> int:
         running = alive(folder)  # before reading, so that nothing is missed after it ended
         events = read_events(folder / "events.jsonl")
         for event in events[seen:]:
+            text = event["text"] if event["ev"] == "note" else None
             if event["ev"] == "stage_start":
-                print(f"{event['m']:8.1f} s  {event['stage']} ...", flush=True)
+                text = f"{event['stage']} ..."
             elif event["ev"] == "stage_end":
                 result = event["result"]
                 why = f"  {result['reason']}" if result.get("reason") else ""
-                print(f"{event['m']:8.1f} s  {result['id']} {result['status']}{why}", flush=True)
-            elif event["ev"] == "note":
-                print(f"{event['m']:8.1f} s  {event['text']}", flush=True)
+                text = f"{result['id']} {result['status']}{why}"
+            if text is not None:
+                print(f"{event['m']:8.1f} s  {text}", flush=True)
         seen = len(events)
         if args.once or not running:
             break
         time.sleep(0.5)
-    record = RunRecord.replay(read_events(folder / "events.jsonl"))
+    record = RunRecord.replay(events)
     if running:
         stages = [s["id"] for s in record.plan]
         now = (record.running or {}).get("stage")

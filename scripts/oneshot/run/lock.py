@@ -29,8 +29,7 @@ class Lock:
         self._fd: int | None = None
 
     def acquire(self, wait_s: float = 0.0, stopped: Callable[[], object] = lambda: False) -> None:
-        """Take the lock, waiting at most `wait_s`, and no longer once `stopped()` is true. Raises
-        Locked or OSError."""
+        """Take the lock, waiting `wait_s` or until `stopped()`. Raises Locked or OSError."""
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             fd = os.open(self.path, flags)  # another user's file in a sticky folder: no O_CREAT
@@ -45,7 +44,10 @@ class Lock:
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline or stopped():
-                    holder = self._holder(fd)
+                    holder = "another process"
+                    with suppress(ValueError, KeyError, OSError):
+                        data = json.loads(os.pread(fd, 4096, 0))
+                        holder = f"process {data['pid']} since {data['since']}"
                     os.close(fd)
                     raise Locked(f"{self.what} is held by {holder}") from None
                 time.sleep(0.2)
@@ -53,24 +55,15 @@ class Lock:
         os.pwrite(fd, json.dumps({"pid": os.getpid(), "since": utc_now()}).encode(), 0)
         self._fd = fd
 
-    @staticmethod
-    def _holder(fd: int) -> str:
-        try:
-            data = json.loads(os.pread(fd, 4096, 0))
-            return f"process {data['pid']} since {data['since']}"
-        except (ValueError, KeyError, OSError):
-            return "another process"
-
     def release(self) -> None:
-        if self._fd is not None:
-            with suppress(OSError):
-                os.ftruncate(self._fd, 0)
-                os.close(self._fd)
-            self._fd = None
+        fd, self._fd = self._fd, None
+        with suppress(OSError):
+            if fd is not None:
+                os.ftruncate(fd, 0)
+                os.close(fd)
 
 
 def gpu_lock(uuid: str) -> Lock:
-    """Return the machine-wide lock of one physical GPU."""
     digest = hashlib.sha256(uuid.encode()).hexdigest()[:16]
     folder = LOCKS if os.access(LOCKS, os.W_OK) else Path(tempfile.gettempdir())
     return Lock(folder / f"nsa-gpu-{digest}.lock", "the GPU")

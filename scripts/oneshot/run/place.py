@@ -20,11 +20,9 @@ class Place:
 
     def lost(self) -> str | None:
         """Say what became of the folder, in words after its name; None while it is there."""
-        ours = os.fstat(self._fd)
-        try:
+        ours, there = os.fstat(self._fd), None
+        with suppress(OSError):
             there = os.stat(self.folder)
-        except OSError:
-            there = None
         if there is not None and os.path.samestat(ours, there):
             return None
         if ours.st_nlink == 0:
@@ -33,19 +31,18 @@ class Place:
 
     def beside(self, name: str) -> Place:
         """Make a folder `name` beside the lost one, with the files that can still be found."""
-        target = self.folder.with_name(name)
+        target, ours = self.folder.with_name(name), f"/proc/self/fd/{self._fd}/."
         try:
             target.mkdir(parents=True)
         except OSError:
             target = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-        for folder, names, files in os.walk(f"/proc/self/fd/{self._fd}/."):
+        for folder, names, files in os.walk(ours):
             names[:] = [n for n in names if n != "prev"]
-            inside = target / os.path.relpath(folder, f"/proc/self/fd/{self._fd}/.")
-            for file in files:
-                source = os.path.join(folder, file)
+            for source in (Path(folder, file) for file in files if file != ".ballast"):
+                copy = target / os.path.relpath(source, ours)
                 with suppress(OSError):
-                    if file != ".ballast" and stat.S_ISREG(os.lstat(source).st_mode):
-                        inside.mkdir(parents=True, exist_ok=True)
-                        shutil.copyfile(source, inside / file)
+                    if stat.S_ISREG(source.lstat().st_mode):
+                        copy.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copyfile(source, copy)
         os.close(self._fd)
         return Place(target)

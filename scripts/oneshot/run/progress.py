@@ -35,16 +35,16 @@ class Progress:
         self.telemetry: Mapping[str, Any] = {}
         self.started = time.monotonic()
         self._index, self._title, self._next = 0, "", 0.0
-        self._live = False
-        self.done_text = ""
+        self._live, self.done_text = False, ""
 
     def line(self, text: str = "") -> None:
+        self._write(("\r\x1b[K" if self._live else "") + text + "\n", live=False)
+
+    def _write(self, text: str, live: bool) -> None:
         with suppress(OSError, ValueError):
-            if self._live:
-                self.stream.write("\r\x1b[K")
-                self._live = False
-            self.stream.write(text + "\n")
+            self.stream.write(text)
             self.stream.flush()
+            self._live = live
 
     def next(self) -> None:
         self._index += 1
@@ -64,21 +64,14 @@ class Progress:
         now_s, *later_s = self._estimates[self._index - 1 :]
         left_s = max(0.0, now_s - elapsed_s) + sum(later_s)
         text += f", about {clock(left_s)} left" if left_s >= 1 else ""
-        counts = test_counts(rows)
-        text += "".join(f"  {n} {name}" for name, n in counts.items() if n)
-        if self.done_text:
-            text += f"  {self.done_text}"
-        t = self.telemetry
+        text += "".join(f"  {n} {name}" for name, n in test_counts(rows).items() if n)
+        text += f"  {self.done_text}" if self.done_text else ""
         for key, unit in (("temp_c", "C"), ("power_w", "W"), ("sm_mhz", "MHz")):
-            if key in t:
-                text += f" {t[key]:.0f}{unit}"
+            if key in self.telemetry:
+                text += f" {self.telemetry[key]:.0f}{unit}"
         text += self.cost()
         if self.tty:
-            width = shutil.get_terminal_size().columns - 1
-            with suppress(OSError, ValueError):
-                self.stream.write("\r\x1b[K" + text[:width])
-                self.stream.flush()
-                self._live = True
+            self._write("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1], live=True)
         else:
             self.line(text)
 
@@ -91,6 +84,4 @@ class Progress:
         number = f"[{self._index}/{self.stages}]"
         counts = "".join(f" {n} {name}" for name, n in result.counts.items() if n)
         text = f"{number} {result.id:16} {result.status.value:8} {result.wall_s:6.1f} s{counts}"
-        if result.reason:
-            text += f"  {result.reason[:160]}"
-        self.line(text)
+        self.line(text + (f"  {result.reason[:160]}" if result.reason else ""))

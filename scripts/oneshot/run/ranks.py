@@ -16,58 +16,47 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 from bench.records import doc_parser
 from scripts.oneshot.box.processes import die_with_parent, end_children
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """Return the variables that torch.distributed reads."""
-    return {
-        **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }  # fmt: skip
-
-
-def end(children: list[subprocess.Popen], number: int) -> None:
-    """End all that are left and wait for them: until then they hold memory of their GPU."""
-    end_children(children, number)
-    for child in children:
-        child.wait()
-
-
 def run(n: int, command: list[str]) -> int:
     fd = os.environ.get("NSA_RESULT_FD")
-    port = free_port()
+    with socket.socket() as s:  # for a free port
+        s.bind(("127.0.0.1", 0))
+        environ = {  # what torch.distributed reads
+            "OMP_NUM_THREADS": "1", **os.environ, "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(s.getsockname()[1]),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(n)),
+        }  # fmt: skip
     children: list[subprocess.Popen] = []
 
+    def end(number: int) -> None:
+        """End all that are left and wait for them: until then they hold memory of their GPU."""
+        end_children(children, number)
+        for child in children:
+            child.wait()
+
     def on_signal(number: int, _frame: object) -> None:
-        end(children, number)
+        end(number)
         os._exit(128 + number)
 
     for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     for rank in range(n):
-        children.append(
-            subprocess.Popen(
-                [sys.executable, *command], env=environment(rank, n, port),
-                pass_fds=[int(fd)] if fd else [], preexec_fn=die_with_parent,
-            )
-        )  # fmt: skip
+        mine = {**environ, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))}
+        how: dict[str, Any] = {"env": mine, "preexec_fn": die_with_parent}
+        how["pass_fds"] = [int(fd)] if fd else []
+        children.append(subprocess.Popen([sys.executable, *command], **how))
     while True:
         codes = [child.poll() for child in children]
         for rank, code in enumerate(codes):
             if code:
                 print(f"rank {rank} of {n} ended with exit code {code}", flush=True)
                 time.sleep(0.3)  # the others may be about to say why
-                end(children, signal.SIGTERM)
+                end(signal.SIGTERM)
                 return code if code > 0 else 128 - code
         if None not in codes:
             return 0

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,42 +27,29 @@ from scripts.oneshot.box import env as box
 from scripts.oneshot.box.watch import Watch
 from scripts.oneshot.compare.verify import AHEAD, SAMPLES, check_rows, parse_date, raw_key
 from scripts.oneshot.record import bundle as bundles
+from scripts.oneshot.record import judge
 from scripts.oneshot.record.capture import plain
 from scripts.oneshot.record.gate import gate
 from scripts.oneshot.record.journal import Ballast, Journal, read_events, write_atomic, write_json
-from scripts.oneshot.record.judge import (
-    EXIT_BY_SIGNAL,
-    EXIT_INFRA,
-    EXIT_LOCKED,
-    EXIT_USAGE,
-    Judgement,
-    Status,
-    is_cut,
-)
+from scripts.oneshot.record.judge import Judgement, Status
 from scripts.oneshot.record.model import RunRecord, Stage, StageResult
 from scripts.oneshot.record.outputs import junit_xml, repro_script, scp_line, short_report
+from scripts.oneshot.record.reading import read_text
 from scripts.oneshot.record.redact import RULES_VERSION, Redactor
 from scripts.oneshot.report.tables import check_csvs
+from scripts.oneshot.run import supervise
 from scripts.oneshot.run.arguments import parser
 from scripts.oneshot.run.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.run.place import Place
 from scripts.oneshot.run.progress import Progress
 from scripts.oneshot.run.stages import ENV_STAGE, LEFT_OUT, choose, plan
-from scripts.oneshot.run.supervise import (
-    Context,
-    Stop,
-    end_waiting,
-    not_run,
-    result_of,
-    run_stage,
-    start_ahead,
-)
-from scripts.oneshot.streams import say
+from scripts.oneshot.run.supervise import Context, Stop, run_stage
+from scripts.oneshot.streams import last_answer, say
 
 ROOT = Path(__file__).resolve().parents[3]
 RENDER_RESERVE_S = 10.0
 DETACH_WAIT_S = 5.0
-RESUME_MAX_AGE_S = 24 * 3600
+RESUME_MAX_AGE = timedelta(hours=24)
 
 
 @dataclass
@@ -89,10 +76,9 @@ class Run:
         self.started = time.monotonic()
         self.record = RunRecord()
         self.previous: tuple[RunRecord, Path] | None = None
-        self.out_of_budget = False
-        self.internal_error = False
+        self.out_of_budget = self.internal_error = False
         self.saved = False  # bundle.json says what the record says
-        self._commit = given_commit(self.args)
+        self._commit = self.args.commit
         self.progress = Progress(self.stages, price_per_hour=self.args.price)
         self.watch = Watch(self.several, self.smi, self.event, self.note, self.progress.line)
 
@@ -110,12 +96,10 @@ class Run:
     def save(self, files: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Write bundle.json as of now and return it."""
         self._stay()
-        data = self.record.to_bundle()
-        data["files"] = files or []
-        fits = self.ballast.guarded(lambda: write_json(self.folder / "bundle.json", data))
-        if not fits:
+        data = {**self.record.to_bundle(), "files": files or []}
+        self.saved = self.ballast.guarded(lambda: write_json(self.folder / "bundle.json", data))
+        if not self.saved:
             self.progress.line("ERROR bundle.json could not be written: no space left")
-        self.saved = fits
         return data
 
     def write(self, name: str, text: str) -> None:
@@ -127,18 +111,10 @@ class Run:
         made = {name for stage in self.stages for name in stage.outputs}
         self.ballast = Ballast(self.folder, {s.log_path for s in self.stages} - made)
         self.journal = self._open_journal()
-        self.event(
-            "run_start",
-            run_id=self.run_id,
-            profile=self.profile,
-            scope=self.scope,
-            argv=self.argv,
-            git=self.git,
-            price_per_hour=self.args.price,
-            partial=self.partial,
-            started=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            plan=[s.planned() for s in self.stages],
-        )
+        facts = {n: getattr(self, n) for n in "run_id profile scope argv git partial".split()}
+        facts |= {"price_per_hour": self.args.price, "plan": [s.planned() for s in self.stages]}
+        facts["started"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self.event("run_start", **facts)
         self.write("report.md", short_report(self.save()))  # until, or if, there is a better one
         self.progress.line(f"run {self.run_id}, profile {self.profile}, into {self.folder}")
         if left_out := LEFT_OUT.get(self.profile):
@@ -153,20 +129,20 @@ class Run:
             self._stages()
         except Exception as error:  # a fault of the runner itself must not cost what was proven
             self.internal_error = True
-            self.note(f"the runner itself failed: {_where(error)}", level="warn")
+            self.note(f"the runner itself failed: {_where(error)}")
         finally:
-            end_waiting(self.context)
+            supervise.end_waiting(self.context)
         return self._finish()
 
     def _stages(self) -> None:
-        start_ahead(self.context, self.stages)
+        supervise.start_ahead(self.context, self.stages)
         blocked = self._environment()
         for stage in self.stages:
             if stage.id == ENV_STAGE.id:
                 continue
             self.progress.next()
             if (reason := self._why_not(stage, blocked)) is not None:
-                self._end(not_run(stage, *reason))
+                self._end(supervise.not_run(stage, *reason))
                 continue
             stage = stage.completed(self.record.results)
             if (reused := self._reusable(stage)) is not None:
@@ -209,40 +185,34 @@ class Run:
         self.progress.next()
         self.progress.begin(stage)
         self._start(stage, 1, None)
-        t0 = time.monotonic()
-        answer: dict[str, Any] = {}
-
-        def probe() -> None:
-            shown = self.redactor.variables(os.environ)
-            answer["all"] = box.collect(
-                ROOT, self.folder, sys.executable, shown, self.smi, self.setup
-            )
-
+        t0, answer = time.monotonic(), []
+        shown = self.redactor.variables(os.environ)
+        asked = (ROOT, self.folder, sys.executable, shown, self.smi, self.setup)
+        probe = lambda: answer.append(box.collect(*asked))
         worker = threading.Thread(target=probe, daemon=True)
         worker.start()
         while worker.is_alive() and not self.stop.by:
             worker.join(0.05)
         wall_s, start_s = round(time.monotonic() - t0, 3), round(t0 - self.started, 3)
         common: dict[str, Any] = dict(timeout_s=stage.timeout_s, start_s=start_s, wall_s=wall_s)
-        if "all" not in answer:
+        if not answer:
             box.abort()
             why = f"stopped by {self.stop.by.upper()}" if self.stop.by else "the capture failed"
             kind = "PREEMPTED" if self.stop.by else None
-            self._end(result_of(stage, Judgement(Status.INFRA, why, kind), **common))
+            self._end(supervise.result_of(stage, Judgement(Status.INFRA, why, kind), **common))
             return why
-        env, device, torch = answer["all"]
+        env, device, torch = answer[0]
         on_gpu, cards_ = self.scope == "gpu", () if isinstance(self.smi, str) else self.smi
         facts = (self.folder, device, torch, self.git, os.environ, self.setup)
         checks = doctor.examine(doctor.Box(on_gpu, *facts))
         prints = box.fingerprint(device, torch, os.environ, cards_, env["system"]["cpu"])
         told = [asdict(check) for check in checks]
         self.event("facts", env=env, device=device, env_fingerprint=prints, doctor=told)
-        clean = self.record.env
-        self.ballast.guarded(lambda: write_json(self.folder / "env.json", clean))
-        self.write("env.txt", box.as_text(clean))
+        self.ballast.guarded(lambda: write_json(self.folder / "env.json", self.record.env))
+        self.write("env.txt", box.as_text(self.record.env))
         for line in doctor.lines([c for c in checks if c.level != "OK"]):
             self.progress.line(self.redactor.text(line))
-        self._end(result_of(stage, Judgement(Status.PASS), rc=0, **common))
+        self._end(supervise.result_of(stage, Judgement(Status.PASS), rc=0, **common))
         if on_gpu:
             self.watch.start(self.folder / "telemetry.csv", self.started)
         if on_gpu and device.get("sm") == "8.9":
@@ -260,28 +230,26 @@ class Run:
             return Status.NOT_RUN, f"doctor: {blocked}", "NO_GPU" if stage.gpu else None
         if (gone := self.watch.why_not(stage)) is not None:
             return gone
+        first, why = None, None  # the stage that it needs, and why it cannot have that
         if stage.after in {s.id for s in self.stages}:
             first = self.record.results.get(stage.after)
             if first is None or first.status is not Status.PASS:
-                why = f"{first.status}: {first.reason}" if first else "it did not run"
-                return self._dragged(first, f"needs {stage.after}, {why}")
+                ended = f"{first.status}: {first.reason}" if first else "it did not run"
+                why = f"needs {stage.after}, {ended}"
         lacking = [name for name in stage.needs if not (self.folder / name).is_file()]
-        if lacking:
+        if lacking and why is None:
             makers = [s.id for s in self.stages if lacking[0] in s.outputs]
             first = self.record.results.get(makers[0]) if makers else None
-            return self._dragged(first, f"needs {', '.join(lacking)}, which was not written")
+            why = f"needs {', '.join(lacking)}, which was not written"
+        if why is not None:  # cut where that one was cut
+            skipped = first is not None and first.status is Status.SKIPPED
+            kind = first.kind if first is not None and judge.is_cut(first) else None
+            return Status.SKIPPED if skipped else Status.NOT_RUN, why, kind
         left = self._budget_left()
         if left is not None and left < max(5.0, stage.estimate_s / 4):
             self.out_of_budget = True
             return Status.NOT_RUN, f"budget: {max(0, left):.0f} s left", "BUDGET"
         return None
-
-    @staticmethod
-    def _dragged(first: StageResult | None, why: str) -> tuple[Status, str, str | None]:
-        """Return why a stage that needs `first` is not started: cut where that one was cut."""
-        skipped = first is not None and first.status is Status.SKIPPED
-        kind = first.kind if first is not None and is_cut(first) else None
-        return Status.SKIPPED if skipped else Status.NOT_RUN, why, kind
 
     def _budget_left(self) -> float | None:
         if self.args.budget is None:
@@ -290,34 +258,29 @@ class Run:
 
     def _attempt(self, stage: Stage) -> None:
         """Run a stage; a second time, and smaller, only after the GPU was out of memory."""
-        for attempt in (1, 2):
-            half = attempt == 2 and stage.shrinks
-            if attempt == 2:
-                stage = stage.smaller()
-            self.watch.before_stage()
-            self._start(stage, attempt, stage.log_path)
-            if attempt == 1:
-                self.progress.begin(stage)
-            how = dict(budget_left_s=self._budget_left(), run_started=self.started)
-            result = run_stage(self.context, stage, attempt=attempt, **how)
-            result = self.watch.beside_faults(result)
-            bad = result.status in (Status.CRASH, Status.TIMEOUT, Status.FAIL, Status.INFRA)
-            if bad and stage.gpu and not self.stop.by:
-                self.watch.after_failure(result)
-            again = attempt == 1 and result.kind == "OOM_DEVICE"
-            if again and not (self.stop.by or None in self.watch.gone):
-                size = " at half size" if stage.shrinks else ""
-                if stage.side_by_side:
-                    size = " with a quarter of the processes at a time"
-                self.note(f"{stage.id}: the GPU was out of memory; one more try{size}")
-                continue
-            if attempt == 2:
-                flaky = result.status is Status.PASS and not half
-                result = replace(result, half_size=half, flaky=flaky)
-            if result.kind == "BUDGET":
-                self.out_of_budget = True
-            break
+        self.progress.begin(stage)
+        result = self._once(stage, 1)
+        if result.kind == "OOM_DEVICE" and not (self.stop.by or None in self.watch.gone):
+            size = " at half size" if stage.shrinks else ""
+            if stage.side_by_side:
+                size = " with a quarter of the processes at a time"
+            self.note(f"{stage.id}: the GPU was out of memory; one more try{size}")
+            result = self._once(stage.smaller(), 2)
+            flaky = result.status is Status.PASS and not stage.shrinks
+            result = replace(result, half_size=stage.shrinks, flaky=flaky)
+        self.out_of_budget |= result.kind == "BUDGET"
         self._end(result)
+
+    def _once(self, stage: Stage, attempt: int) -> StageResult:
+        self.watch.before_stage()
+        self._start(stage, attempt, stage.log_path)
+        how = dict(budget_left_s=self._budget_left(), run_started=self.started)
+        result = run_stage(self.context, stage, attempt=attempt, **how)
+        result = self.watch.beside_faults(result)
+        bad = result.status in (Status.CRASH, Status.TIMEOUT, Status.FAIL, Status.INFRA)
+        if bad and stage.gpu and not self.stop.by:
+            self.watch.after_failure(result)
+        return result
 
     def _start(self, stage: Stage, attempt: int, log: str | None) -> None:
         self.event("stage_start", stage=stage.id, attempt=attempt, log=log)
@@ -351,24 +314,20 @@ class Run:
 
     def _reusable(self, stage: Stage) -> StageResult | None:
         """Return the PASS of an earlier run, if everything that could change it is the same."""
-        if self.previous is None:
-            return None
-        old, folder = self.previous
+        old, folder = self.previous or (RunRecord(), self.folder)
         done = old.results.get(stage.id)
-        same = (
-            done is not None
-            and done.status is Status.PASS
-            and done.argv == stage.argv
-            and dict(done.env) == dict(stage.env)
-            and checkout.same_sources(old.git, self.git)
-            and not old.git.get("changed_during_run")
-            and old.env_fingerprint == self.record.env_fingerprint
-            and -AHEAD.total_seconds() < _age_s(done.started or old.started) < RESUME_MAX_AGE_S
-        )
-        rows = old.rows.get(stage.id, [])
-        if not same or any(r["kind"] == "bench" and r["status"] == "UNSTABLE" for r in rows):
+        then = parse_date(done.started or old.started) if done else None
+        if done is None or done.status is not Status.PASS or then is None:
             return None
+        asked = [(one.argv, dict(one.env)) for one in (done, stage)]
+        boxes = [old.env_fingerprint, self.record.env_fingerprint]
+        same = asked[0] == asked[1] and boxes[0] == boxes[1]
+        same &= checkout.same_sources(old.git, self.git) and not old.git.get("changed_during_run")
+        same &= -AHEAD < datetime.now(timezone.utc) - then < RESUME_MAX_AGE
+        rows = old.rows.get(stage.id, [])
         benches = [{**r, "stage": stage.id} for r in rows if r["kind"] == "bench"]
+        if not same or any(r["status"] == "UNSTABLE" for r in benches):
+            return None
         tables = {"bench": benches, "stages": [done.to_json()]}
         wrong = [*check_rows(rows, folder), *check_csvs(tables, folder)]
         if wrong:
@@ -383,27 +342,25 @@ class Run:
         self._start(stage, done.attempt, done.log)
         for row in rows:
             self.event("row", stage=stage.id, row=row, sync=False)
-        self._take_over_samples(folder / SAMPLES, rows)
+        self._take_over_samples(folder, rows)
         return replace(done, resumed_from=done.resumed_from or old.run_id)
 
     def _take_over_samples(self, source: Path, rows: list[dict[str, Any]]) -> None:
         """Take over the raw times behind the bench rows of a stage."""
         mine = {raw_key(r) for r in rows if r["kind"] == "bench"}
-        lines = (_read(self.folder / SAMPLES) or "").splitlines()
-        kept = len(lines)
-        for line in (_read(source) or "").splitlines():
+        before = lines = (read_text(self.folder, SAMPLES) or "").splitlines()
+        for line in (read_text(source, SAMPLES) or "").splitlines():
             with suppress(ValueError, AttributeError, TypeError):
                 if raw_key(json.loads(line)) in mine and line not in lines:
-                    lines.append(line)
-        if len(lines) > kept:
+                    lines = [*lines, line]
+        if lines != before:
             self.write(SAMPLES, "\n".join(lines) + "\n")
 
     def _finish(self) -> int:
         hurried = self.stop.by is not None
         self.watch.stop()
-        ended_by = self.stop.by or ("budget" if self.out_of_budget else "normal")
-        if self.internal_error:
-            ended_by = "crash"
+        ended_by = "budget" if self.out_of_budget else "normal"
+        ended_by = "crash" if self.internal_error else self.stop.by or ended_by
         self._look_at_sources_again(2.0 if hurried else 20.0)
         self._stay()
         self._keep_journal()
@@ -426,7 +383,7 @@ class Run:
                 (self.folder / name).unlink(missing_ok=True)
             self.write("report.md", short_report(self.save()))
         data = self.save(bundles.inventory(self.folder))
-        code = data["verdict"]["exit_code"] if self.saved else EXIT_INFRA
+        code = data["verdict"]["exit_code"] if self.saved else judge.EXIT_INFRA
         packed = None
         if outcome["gate"] == "clean":
             try:
@@ -443,14 +400,13 @@ class Run:
         """Say so if the sources were edited while the stages ran: they are not the commit's."""
         ask = (ROOT, self._commit, self.folder.parent, timeout_s)
         now = box.guarded(lambda: checkout.git_facts(*ask))
-        if not isinstance(now, dict) or now.get("problem") != self.git.get("problem"):
-            return  # nothing can be said
-        if checkout.same_sources(self.git, now):
+        told = isinstance(now, dict) and now.get("problem") == self.git.get("problem")
+        if not told or checkout.same_sources(self.git, now):
             return
         changed = {k: now[k] for k in ("diff_sha256", "diffstat", "untracked", "source_sha256")}
         self.event("facts", git={**self.git, **changed, "dirty": True, "changed_during_run": True})
-        self.note("the sources were changed while the run was going on: nothing tells which stage "
-                  "ran with which of them")  # fmt: skip
+        unknown = "nothing tells which stage ran with which of them"
+        self.note(f"the sources were changed while the run was going on: {unknown}")
 
     def _redact(self, before: dict[str, Any] | None) -> dict[str, Any]:
         """Pass the last gate; its outcome goes into the journal and redactions.json."""
@@ -458,28 +414,23 @@ class Run:
             outcome = gate(self.folder, self.redactor)
         except OSError as error:
             outcome = {"gate": "failed", "findings": [], "removed": [], "error": str(error)}
-        if before is not None:
-            for key in ("findings", "removed"):
-                outcome[key] = before[key] + outcome[key]
-        summary = {
-            "rules_version": RULES_VERSION,
-            "gate": outcome["gate"],
-            "replacements": sum(self.redactor.counts.values()),
-            "by_rule": dict(sorted(self.redactor.counts.items())),
-            "removed_files": outcome["removed"],
-            "kept": sorted(self.redactor.keep),
-        }
+        for key in ("findings", "removed") if before is not None else ():
+            outcome[key] = before[key] + outcome[key]
+        counts = self.redactor.counts
+        summary = {"rules_version": RULES_VERSION, "gate": outcome["gate"]}
+        summary |= {"replacements": counts.total(), "by_rule": dict(sorted(counts.items()))}
+        summary |= {"removed_files": outcome["removed"], "kept": sorted(self.redactor.keep)}
         self.journal = self._open_journal(self.journal.seq)
         self.journal.started = self.started
         self.event("redaction", summary=summary)
         self.journal.close()
-        path, told = self.folder / "redactions.json", {**summary, **outcome}
-        self.ballast.guarded(lambda: write_json(path, told))
+        path = self.folder / "redactions.json"
+        self.ballast.guarded(lambda: write_json(path, {**summary, **outcome}))
         return outcome
 
     def _render(self, limit_s: float) -> None:
         """Make report.md, issue.md and the rest in a child, whose death takes nothing along."""
-        short = _read(self.folder / "report.md")
+        short = read_text(self.folder, "report.md")
         try:
             with tempfile.TemporaryFile("w+", errors="replace") as said:
                 child = _start_verb(["render", str(self.folder)], said)
@@ -499,28 +450,23 @@ class Run:
                     problem = (said.read().strip().splitlines() or ["no word why"])[-1][:300]
         except OSError as error:
             problem = str(error)
-        again = f"python -m scripts.oneshot render {self.folder}"
-        if _read(self.folder / "report.md") == short:
-            what, have = "the full report was not rendered", "report.md is the short one"
-        else:
+        what, have = "the full report was not rendered", "report.md is the short one"
+        if read_text(self.folder, "report.md") != short:
             what = "the reports are not whole"
             have = "report.md is full, but issue.md, report.html or the plots may be missing"
         self.progress.line(f"WARN  {what}: {self.redactor.text(problem)}")
+        again = f"python -m scripts.oneshot render {self.folder}"
         self.progress.line(f"      {have}; try again: {again}")
 
-    def _last_words(
-        self, data: Mapping[str, Any], packed: tuple[Path, str, int] | None, code: int
-    ) -> None:
+    def _last_words(self, data: dict[str, Any], packed: tuple | None, code: int) -> None:
+        """packed: the archive's path, sha256 and size."""
         tell = self.progress.line
-        tell()
-        tell(data["verdict"]["one_line"])
-        tell(f"report:  {self.folder / 'report.md'}")
+        tell(f"\n{data['verdict']['one_line']}\nreport:  {self.folder / 'report.md'}")
         if (self.folder / "report.html").is_file():
             tell(f"         {self.folder / 'report.html'}  (the same for a browser)")
         if packed:
             path, digest, size = packed
-            tell(f"bundle:  {path}  ({size / 2**20:.1f} MiB)")
-            tell(f"sha256:  {digest}")
+            tell(f"bundle:  {path}  ({size / 2**20:.1f} MiB)\nsha256:  {digest}")
             if size > bundles.WARN_BYTES:
                 tell("WARN  the archive is over 10 MiB; some trackers refuse it")
             tell("look at it before you post it: redaction is best effort")
@@ -531,40 +477,14 @@ class Run:
         if self.scope == "gpu" and (self.args.price or os.environ.get("SSH_CONNECTION")):
             tell(f"you are paying until you destroy the box{self.progress.cost()}")
         if not self.saved:
-            tell("bundle.json is not of this run's end: the disk is full; "
-                 "events.jsonl goes further")  # fmt: skip
+            full = "the disk is full; events.jsonl goes further"
+            tell(f"bundle.json is not of this run's end: {full}")
         tell(f"exit code {code}")
 
 
-def _read(path: Path) -> str | None:
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
-    return None
-
-
 def _where(error: Exception) -> str:
-    """Return an exception and the line that raised it as text."""
     at = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
-
-
-def _age_s(stamp: str | None) -> float:
-    then = parse_date(stamp)
-    return (datetime.now(timezone.utc) - then).total_seconds() if then else float("inf")
-
-
-def given_commit(args: argparse.Namespace) -> str | None:
-    """Return the commit that the caller names, for sources without git."""
-    return args.commit or os.environ.get("NSA_COMMIT")
-
-
-def _setup(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what scripts/setup_env.py said of the choice of Python."""
-    with suppress(ValueError):
-        data = json.loads(environ.get("ONESHOT_SETUP", "{}"))
-        if isinstance(data, dict):
-            return data
-    return {}
 
 
 def _dry_run(profile: str, stages: list[Stage], folder: Path) -> int:
@@ -573,15 +493,8 @@ def _dry_run(profile: str, stages: list[Stage], folder: Path) -> int:
         variables = " ".join(f"{k}={v}" for k, v in stage.env.items())
         command = shlex.join(stage.argv).replace("'{python}'", "python")
         print(f"{stage.id:16} about {stage.estimate_s:3.0f} s  {variables} {command}")
-    total = sum(s.estimate_s for s in stages)
-    print(f"about {total / 60:.1f} minutes in all")
+    print(f"about {sum(s.estimate_s for s in stages) / 60:.1f} minutes in all")
     return 0
-
-
-def _run_id(folder: Path) -> str | None:
-    """Return the id of the run whose journal is in `folder`."""
-    events = read_events(folder / "events.jsonl")
-    return events[0].get("run_id") if events else None
 
 
 def _start_verb(argv: list[str], said: IO[str]) -> subprocess.Popen[bytes]:
@@ -594,20 +507,20 @@ def _start_verb(argv: list[str], said: IO[str]) -> subprocess.Popen[bytes]:
 
 def _detach(argv: list[str], out: Path, folder: Path) -> int:
     """Start the run in a session of its own. Returns 0 once it began, else its exit code."""
-    before = _run_id(folder)
+    run_id = lambda: RunRecord.replay(read_events(folder / "events.jsonl")).run_id
+    before = run_id()
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         child = _start_verb(["run", *argv], said)
         deadline = time.monotonic() + DETACH_WAIT_S
         words = "waiting as process"  # for a lock, or for a slow driver
         while time.monotonic() < deadline:
             code = child.poll()
-            if _run_id(folder) not in (None, before):
+            if run_id() not in ("", before):
                 words = "running as process"
                 break
             if code is not None:
                 said.seek(0)
-                text = said.read().strip() or f"not started: the run ended with exit code {code}"
-                say(text)
+                say(said.read().strip() or f"not started: the run ended with exit code {code}")
                 return code
             time.sleep(0.05)
     print(f"{words} {child.pid}; follow it: python -m scripts.oneshot attach {out}")
@@ -623,7 +536,7 @@ def main(argv: list[str]) -> int:
         return 130
     except Exception as error:
         say(f"not run, the runner itself failed: {_where(error)}")
-        return EXIT_INFRA
+        return judge.EXIT_INFRA
 
 
 def _main(argv: list[str]) -> int:
@@ -650,7 +563,7 @@ def _main(argv: list[str]) -> int:
     if args.gpus and (profile == "cpu" or (isinstance(smi, str) and not hardware)):
         why = "profile cpu uses none" if args.profile == "cpu" else "no NVIDIA hardware is visible"
         say(f"--gpus names GPUs, got {args.gpus!r}, but {why}")
-        return EXIT_USAGE
+        return judge.EXIT_USAGE
     several: list[cards.Card] = []
     try:
         if args.gpus and not isinstance(smi, str):
@@ -659,13 +572,14 @@ def _main(argv: list[str]) -> int:
         stages, partial = choose(stages, args.only, args.skip)
     except ValueError as error:
         say(str(error))
-        return EXIT_USAGE
+        return judge.EXIT_USAGE
     if several and len(smi) > 1:
         os.environ.update(cards.visible(cards.good(several) or several))
     several = several if len(several) > 1 else []
     # nvidia-smi's numbers are meant, here and in every stage.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    git = checkout.git_facts(ROOT, given_commit(args), out)
+    args.commit = args.commit or os.environ.get("NSA_COMMIT")  # of sources without git
+    git = checkout.git_facts(ROOT, args.commit, out)
     folder = out / git["short"]
     if args.dry_run:
         return _dry_run(profile, stages, folder)
@@ -674,6 +588,7 @@ def _main(argv: list[str]) -> int:
     box.settle_triton_cache(out)
     keep = tuple(n for n, on in (("host", args.keep_host), ("ip", args.keep_ip)) if on)
     redactor = Redactor(root=ROOT, keep=keep)
+    said, setup = [redactor.text(a) for a in argv], last_answer(os.environ.get("ONESHOT_SETUP", ""))
     locks: list[Lock] = []
     try:
         locks.append(folder_lock(out, git["short"]))
@@ -686,18 +601,16 @@ def _main(argv: list[str]) -> int:
     except Locked as error:
         if stop.by:
             say(f"stopped by {stop.by.upper()} while it waited: {error}")
-            return EXIT_BY_SIGNAL[stop.by]
+            return judge.EXIT_BY_SIGNAL[stop.by]
         say(f"not started: {error}. Wait for it, or use --wait 10m.")
-        return EXIT_LOCKED
+        return judge.EXIT_LOCKED
     except OSError as error:
         say(f"not started: the output folder cannot be used: {error}")
-        return EXIT_INFRA
+        return judge.EXIT_INFRA
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    facts = (folder, profile, stages, partial, git, redactor, stop, smi, several, setup or {})
     try:
-        said, setup = [redactor.text(a) for a in argv], _setup(os.environ)
-        return Run(
-            args, said, folder, profile, stages, partial, git, redactor, stop, smi, several, setup
-        ).execute()
+        return Run(args, said, *facts).execute()
     finally:
         for lock in locks:
             lock.release()

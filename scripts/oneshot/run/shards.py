@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO
+from typing import IO, Any
 
 from bench.records import doc_parser
 from scripts.oneshot.box.env import memory_mib
@@ -40,40 +40,32 @@ MIB_EACH = 4096  # of the host's memory for each process
 
 def default_shards() -> int:
     """Choose by cores and memory of this host; each is one busy thread, compiler or pytest."""
-    by_memory = (memory_mib() or 8192) // MIB_EACH
-    return max(1, min(MOST, usable_cores() - 1, by_memory))
+    return max(1, min(MOST, usable_cores() - 1, (memory_mib() or 8192) // MIB_EACH))
 
 
 def combined(codes: list[int]) -> int:
-    """Return one exit code for all: the worst (a signal is 128 + its number), whose tests are lost,
-    then a failed test, then success, then no tests."""
+    """Return one exit code: the worst of those whose tests are lost, then 1, 0, no tests."""
     odd = [c for c in codes if c not in (0, 1, 5)]
-    if odd:
-        return max(odd)
-    return next((code for code in (1, 0) if code in codes), 5)
+    return max(odd) if odd else next((code for code in (1, 0) if code in codes), 5)
 
 
 class _Share(multiprocessing.context.ForkProcess):
     """A process of pytest, with the manners of subprocess.Popen."""
 
     def __init__(self, arguments: list[str], output: IO[bytes]) -> None:
-        super().__init__(target=self._tests, args=(arguments, output.fileno()))
+        super().__init__()
+        self.arguments, self.output = arguments, output.fileno()
         self.start()
 
-    @staticmethod
-    def _tests(arguments: list[str], output: int) -> None:
+    def run(self) -> None:
         import pytest
 
         die_with_parent()
         for fd in (1, 2):
-            os.dup2(output, fd)
-        sys.exit(pytest.main(arguments))
+            os.dup2(self.output, fd)
+        sys.exit(pytest.main(self.arguments))
 
     def poll(self) -> int | None:
-        return self.exitcode
-
-    def wait(self) -> int:
-        self.join()
         return self.exitcode
 
     def send_signal(self, number: int) -> None:
@@ -85,7 +77,8 @@ def run(n: int, command: list[str], beside: Sequence[str] = ()) -> int:
     children: list[tuple[subprocess.Popen | _Share, IO[bytes]]] = []
     shown: set[int] = set()
 
-    def show(i: int) -> None:
+    def show(i: int) -> int:
+        """Print what one said and return its exit code."""
         child, output = children[i]
         shown.add(i)
         output.seek(0)
@@ -93,6 +86,7 @@ def run(n: int, command: list[str], beside: Sequence[str] = ()) -> int:
         print(f"== {name}: exit code {child.poll()}", flush=True)
         sys.stdout.buffer.write(output.read())
         sys.stdout.flush()
+        return child.poll()
 
     def on_signal(number: int, _frame: object) -> None:
         """Pass the signal on and leave nobody behind."""
@@ -114,19 +108,17 @@ def run(n: int, command: list[str], beside: Sequence[str] = ()) -> int:
         share = _Share([*command[1:], "--tickets", str(tickets.fileno())], output)
         children.append((share, output))
     quiet = {k: v for k, v in os.environ.items() if k != "NSA_RESULT_FD"}
+    how: dict[str, Any] = dict(stderr=subprocess.STDOUT, env=quiet, preexec_fn=die_with_parent)
     for one in beside:
         output = tempfile.TemporaryFile()
-        other = subprocess.Popen(
-            [sys.executable, *shlex.split(one)], stdout=output, stderr=subprocess.STDOUT,
-            env=quiet, preexec_fn=die_with_parent,
-        )  # fmt: skip
+        other = subprocess.Popen([sys.executable, *shlex.split(one)], stdout=output, **how)
         children.append((other, output))
     for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT):  # not for the forks
         signal.signal(number, on_signal)
     codes = []
     for i, (child, _) in enumerate(children[:n]):
-        codes.append(child.wait())
-        show(i)
+        child.join()
+        codes.append(show(i))
     deadline = time.monotonic() + BESIDE_S
     for i, (child, _) in enumerate(children[n:], n):
         with suppress(subprocess.TimeoutExpired):

@@ -47,11 +47,9 @@ MORE_LEAST = {"test_triton_sel_parity": 50, "test_triton_sel_backward": 8, "test
 
 
 def beside(one: Stage) -> tuple[str, ...]:
-    """Return SHARDED with the kernels of a stage, whose argv ends with where it writes, compiled
-    meanwhile."""
+    """Return SHARDED with the kernels of a stage, whose argv ends with its table, compiled too."""
     command = shlex.join((*one.argv[1:-2], "--compile_only"))
-    at = SHARDED.index(SHARDS) + 1
-    return (*SHARDED[:at], "--beside", command, *SHARDED[at:])
+    return (*SHARDED[:3], "--beside", command, *SHARDED[3:])
 
 
 # Stages that a profile does not have; the report names those of `quick`.
@@ -62,16 +60,11 @@ def plan(profile: str) -> list[Stage]:
     """Return the stages of a profile in order. Raises ValueError for an unknown profile."""
     if profile not in PROFILES:
         raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {profile!r}")
-    stages = _cpu() if profile == "cpu" else _gpu(profile)
-    return [ENV_STAGE, *stages]
+    return [ENV_STAGE, *(_cpu() if profile == "cpu" else _gpu(profile))]
 
 
-TRITON_ON = {
-    "NSA_USE_TRITON_SEL": "1",
-    "NSA_SEL_TRITON_ALLOW_GRAD": "1",
-    "NSA_TEST_TRITON_SEL": "1",
-    "NSA_SEL_TRITON_MIN_L": "1",
-}
+_ON = ("USE_TRITON_SEL", "SEL_TRITON_ALLOW_GRAD", "TEST_TRITON_SEL", "SEL_TRITON_MIN_L")
+TRITON_ON = {f"NSA_{name}": "1" for name in _ON}
 # A parity stage judges the kernels themselves, also where the SM 8.9 policy would not pick them.
 PARITY = {**TRITON_ON, "NSA_TRITON_SEL_FORCE": "1"}
 PREFILL_ON = {"NSA_USE_TRITON_SEL": "1"}
@@ -79,50 +72,48 @@ FROM_64 = {"NSA_SEL_TRITON_MIN_L": "64"}
 STEP = {**PREFILL_ON, "NSA_TRITON_SEL_FORCE": "1", **FROM_64}
 
 
-def _stage(id: str, title: str, argv: tuple[str, ...], proof: str, **fields: Any) -> Stage:
-    """Make a stage whose log is called after it."""
-    return Stage(id, title, argv, proof, **{"log": f"{id}.txt", **fields})
+GROUPS = {"parity": "parity", "tests": "parity", "row": "box", "output": "box"}  # by proof
 
 
-ROUTING = Stage(
-    "routing", "Flags and the ladder of each branch",
-    ("{python}", "scripts/print_routing.py", "--json", "{out}/routing.json"),
-    proof="output", timeout_s=90, estimate_s=5, outputs=("routing.json",), group="box",
+def _stage(id: str, title: str, proof: str, command: Any, *seconds: Any, **fields: Any) -> Stage:
+    """Make a stage whose log is called after it. command: what follows {python} as text, or a whole
+    argv; seconds: its limit and its estimate."""
+    argv = ("{python}", *command.split()) if isinstance(command, str) else command
+    fields = {"log": f"{id}.txt", "group": GROUPS[proof], **fields}
+    return Stage(id, title, argv, proof, *seconds, **fields)
+
+
+ROUTING = _stage(
+    "routing", "Flags and the ladder of each branch", "output",
+    "scripts/print_routing.py --json {out}/routing.json", 90, 5, outputs=("routing.json",), log="",
 )  # fmt: skip
 SEL_RANGES = _stage(
-    "sel_ranges", "A sample of the ranges that selection makes",
-    ("{python}", "scripts/print_selection_ranges.py", "--out", "{out}/sel_ranges.jsonl"),
-    proof="output", timeout_s=90, estimate_s=5, outputs=("sel_ranges.jsonl",), group="box",
+    "sel_ranges", "A sample of the ranges that selection makes", "output",
+    "scripts/print_selection_ranges.py --out {out}/sel_ranges.jsonl", 90, 5,
+    outputs=("sel_ranges.jsonl",),
 )  # fmt: skip
 
 
-def _summary(table: str, timeout_s: float, estimate_s: float) -> Stage:
-    """Make the stage that sums up what the decode bench wrote into `table`."""
-    return _stage(
-        "decode_summary", "Decode summary",
-        ("{python}", "bench/summarize_decode_csv.py", "{out}/" + table), "output",
-        timeout_s=timeout_s, estimate_s=estimate_s, needs=(table,),
-        outputs=("decode_summary.txt",), group="bench",
-    )  # fmt: skip
+def _summary(table: str, *seconds: float) -> Stage:
+    command, files = "bench/summarize_decode_csv.py {out}/" + table, ("decode_summary.txt",)
+    fields = {"needs": (table,), "outputs": files, "group": "bench"}
+    return _stage("decode_summary", "Decode summary", "output", command, *seconds, **fields)
 
 
 def _gpu(profile: str) -> list[Stage]:
-    """Return all stages in the order in which they run."""
-    full = profile == "full"
-    stages = [
-        *_of_every_profile(profile), *([*PREFILL_SIZES, *FA2] if full else []), THRESHOLD,
-        *([SEL_RANGES, *DECODE, FUZZ, *SELECTION] if full else []),
-    ]  # fmt: skip
-    return [
-        replace(stage, ahead=stage.id not in ("threshold", "decode_summary"))  # without PyTorch
-        for stage in stages if stage.id not in LEFT_OUT.get(profile, ())
-    ]  # fmt: skip
+    stages = [*_of_every_profile(profile), THRESHOLD]
+    if profile == "full":
+        stages[-1:] = [*PREFILL_SIZES, *FA2, THRESHOLD, SEL_RANGES, *DECODE, FUZZ, *SELECTION]
+    stages = [stage for stage in stages if stage.id not in LEFT_OUT.get(profile, ())]
+    without_torch = ("threshold", "decode_summary")
+    return [replace(stage, ahead=stage.id not in without_torch) for stage in stages]
 
 
 def _of_every_profile(profile: str) -> list[Stage]:
     """Return the first stages; some take longer in profile full and have fewer cases in quick."""
     full, quick = profile == "full", profile == "quick"
     by_profile = lambda *three: three[("quick", "standard", "full").index(profile)]
+    kernels = ("-m", "kernel" if full else "core")
     prefill = bench(
         "prefill_bench", "Prefill: NSA against dense attention", "bench_prefill",
         by_profile("--S_list 8192 --sharing random --seconds 0.3", "--seconds 0.4",
@@ -144,95 +135,73 @@ def _of_every_profile(profile: str) -> list[Stage]:
         400 if full else 150, estimate_s=110 if full else 12, env=FROM_64,
     )  # fmt: skip
     health = _stage(
-        "health", "Box health: copy, GEMM, PCIe, launch latency, noise floor, corruption",
-        ("{python}", "bench/health.py", *(("--deep",) if full else ())), "row", timeout_s=120,
-        estimate_s=30 if full else 7, required=False, group="box",
+        "health", "Box health: copy, GEMM, PCIe, launch latency, noise floor, corruption", "row",
+        "bench/health.py" + (" --deep" if full else ""), 120, 30 if full else 7, required=False,
         outputs=("health.json",),  # the benches take their peaks from it
     )  # fmt: skip
     showcase = _stage(
-        "train_showcase", "Training showcase",
-        ("{python}", "scripts/train_showcase.py", "--out", "{out}"), "tests",
-        timeout_s=900 if full else 300, estimate_s=18, env=TRITON_ON, outputs=("train.jsonl",),
-        group="train",
+        "train_showcase", "Training showcase", "tests", "scripts/train_showcase.py --out {out}",
+        900 if full else 300, 18, env=TRITON_ON, outputs=("train.jsonl",), group="train",
     )  # fmt: skip
     of_prefill = _parity(
-        "prefill_parity", "Parity of prefill, mostly at the sizes of the benches", beside(prefill),
-        tests("test_prefill_kernels.py", "test_hopper.py", "test_turn.py"),
-        "-m", "kernel" if full else "core", least=170 if full else 60,
-        timeout_s=2700 if full else 420, estimate_s=by_profile(54, 56, 130),
+        "prefill_parity", "Parity of prefill, mostly at the sizes of the benches",
+        (*beside(prefill), *tests("test_prefill_kernels.py", "test_hopper.py", "test_turn.py"),
+         *kernels),
+        2700 if full else 420, by_profile(54, 56, 130), least=170 if full else 60,
     )  # fmt: skip
     of_decode = _parity(
-        "decode_parity", "Parity of the decode step", SHARDED if quick else beside(serving),
-        tests("test_decode_kernels.py", "test_decode_cluster.py"),
-        "-m", "kernel" if full else "core",
-        # No decode step is timed in a quick report.
-        *(("-k", "static and T1 and not fp8") if quick else ()),
-        least=by_profile(10, 36, 80), timeout_s=1800 if full else 300,
-        estimate_s=by_profile(17, 29, 80),
+        "decode_parity", "Parity of the decode step",
+        (*(SHARDED if quick else beside(serving)),
+         *tests("test_decode_kernels.py", "test_decode_cluster.py"), *kernels,
+         # No decode step is timed in a quick report.
+         *(("-k", "static and T1 and not fp8") if quick else ())),
+        1800 if full else 300, by_profile(17, 29, 80), least=by_profile(10, 36, 80),
     )  # fmt: skip
     of_more = _parity(
         "more_parity", "Parity of selection by ranges, packs, other sizes, gradients, training",
-        beside(showcase), tests(*MORE_TESTS), "-m", "kernel or core" if full else "core",
-        # train_showcase asks the same of the model that it trained.
-        *(() if full else ("-k", "not see_the_future")),
-        least=400 if full else 148, of_files=MORE_LEAST, timeout_s=2700 if full else 420,
-        estimate_s=200 if full else 66, env={**PARITY, "NSA_TEST_TRAIN": "1"},
+        (*beside(showcase), *tests(*MORE_TESTS), "-m", "kernel or core" if full else "core",
+         # train_showcase asks the same of the model that it trained.
+         *(() if full else ("-k", "not see_the_future"))),
+        2700 if full else 420, 200 if full else 66, least=400 if full else 148,
+        of_files=MORE_LEAST, env={**PARITY, "NSA_TEST_TRAIN": "1"},
     )  # fmt: skip
     return [ROUTING, SANITY, health, of_prefill, prefill, of_decode, serving, of_more, route,
             showcase]  # fmt: skip
 
 
-def _parity(
-    id: str, title: str, pytest: tuple[str, ...], files: tuple[str, ...], *options: str,
-    **fields: Any,
-) -> Stage:  # fmt: skip
-    fields = {"env": PARITY, "group": "parity", **fields}
-    return _stage(id, title, (*pytest, *files, *options), "parity", **fields)
+def _parity(id: str, title: str, *more: Any, **fields: Any) -> Stage:
+    return _stage(id, title, "parity", *more, **{"env": PARITY, **fields})
 
 
 SANITY = _stage(
-    "sanity", "Matmul, one Triton kernel and one selection kernel against fp64",
-    ("{python}", "scripts/gpu_sanity.py"), "parity", timeout_s=180, estimate_s=4, log="sanity.out",
-    group="parity",
+    "sanity", "Matmul, one Triton kernel and one selection kernel against fp64", "parity",
+    "scripts/gpu_sanity.py", 180, 4, log="sanity.out",
 )  # fmt: skip
 FUZZ = _stage(
-    "fuzz", "Public functions on drawn shapes, packs, layouts, values and dtypes",
-    ("{python}", "-m", "scripts.fuzz", "--seconds", "600", "--device", "cuda", "--last",
-     "{out}/fuzz_last.json"),
-    "tests", least=7, timeout_s=1300, estimate_s=610, required=False, env=PARITY,
-    outputs=("fuzz_last.json",), group="parity",
+    "fuzz", "Public functions on drawn shapes, packs, layouts, values and dtypes", "tests",
+    "-m scripts.fuzz --seconds 600 --device cuda --last {out}/fuzz_last.json", 1300, 610, least=7,
+    required=False, env=PARITY, outputs=("fuzz_last.json",),
 )  # fmt: skip
+ALSO_PREFILL = dict(estimate_s=60, required=False, env=PREFILL_ON)
 PREFILL_SIZES = [
-    bench(id, f"Prefill: {what}", "bench_prefill", options, 300, least=least, estimate_s=60,
-          required=False, env=PREFILL_ON)
-    for id, what, least, options in (
-        ("prefill_b128", "selection by blocks of 128, as MiniMax-M3 has them", 8,
-         "--l_sel 128 --ops sel --sharing random,shared"),
-        ("prefill_d192", "heads of 192 and 128, the paper's", 20,
-         "--D 192 --ops full,cmp,sel,win"),
-    )
+    bench("prefill_b128", "Prefill: selection by blocks of 128, as MiniMax-M3 has them",
+          "bench_prefill", "--l_sel 128 --ops sel --sharing random,shared", 300, least=8,
+          **ALSO_PREFILL),
+    bench("prefill_d192", "Prefill: heads of 192 and 128, the paper's", "bench_prefill",
+          "--D 192 --ops full,cmp,sel,win", 300, least=20, **ALSO_PREFILL),
 ]  # fmt: skip
 FA2 = [
-    _stage(
-        "fa2_probe", "Is a FlashAttention-2 usable here, and which",
-        ("{python}", "scripts/fa2_probe.py"), "row", timeout_s=120, estimate_s=4, required=False,
-        group="box",
-    ),
-    _stage(
-        "fa2_varlen", "FlashAttention-2 parity, dense and varlen",
-        (*PYTEST, *tests("test_fa2*.py"), "-k", "fa2_gpu_varlen"), "parity", least=28,
-        timeout_s=240, estimate_s=13, required=False, after="fa2_probe",
-        env={"NSA_USE_FA2": "1", "NSA_TEST_FA2": "1"}, group="parity",
-    ),
-    bench(
-        "fa2_bench", "FlashAttention-2 by branch", "bench_fa2", "", 240, csv="fa2.csv",
-        estimate_s=65, required=False, after="fa2_varlen", env={"NSA_USE_FA2": "1"},
-    ),
+    _stage("fa2_probe", "Is a FlashAttention-2 usable here, and which", "row",
+           "scripts/fa2_probe.py", 120, 4, required=False),
+    _stage("fa2_varlen", "FlashAttention-2 parity, dense and varlen", "parity",
+           (*PYTEST, *tests("test_fa2*.py"), "-k", "fa2_gpu_varlen"), 240, 13, least=28,
+           required=False, after="fa2_probe", env={"NSA_USE_FA2": "1", "NSA_TEST_FA2": "1"}),
+    bench("fa2_bench", "FlashAttention-2 by branch", "bench_fa2", "", 240, csv="fa2.csv",
+          estimate_s=65, required=False, after="fa2_varlen", env={"NSA_USE_FA2": "1"}),
 ]  # fmt: skip
 THRESHOLD = _stage(
-    "threshold", "Proposed sel_triton_min_L",
-    ("{python}", "bench/threshold_optimizer.py", "{out}/sel_route.csv"),
-    "row", timeout_s=60, estimate_s=1, needs=("sel_route.csv",),
+    "threshold", "Proposed sel_triton_min_L", "row",
+    "bench/threshold_optimizer.py {out}/sel_route.csv", 60, 1, needs=("sel_route.csv",),
     also={"fa2_bench": ("--fa2", "{out}/fa2.csv")}, group="bench",
 )  # fmt: skip
 DECODE = [
@@ -246,22 +215,18 @@ DECODE = [
 ]  # fmt: skip
 CELLS = ("--N 64,256,1024 --H 2,4,8 --D 64,128 --Dv 64,128 --streams 1,2 --L_list "
          "16,32,64,128,256,512,1024 --seconds 0.03 --dist")  # fmt: skip
+SPANS = {
+    "sel_dense": ("few", "one span per row, Triton against packed SDPA"),
+    "sel_varlen": ("many", "eight equal spans per row"),
+    "sel_mixed": ("mixed", "2, 4 or 8 spans of random length"),
+}
 SELECTION = [
     # A decode step has no threshold, so these cells are not among its evidence.
-    bench(
-        "sel_decode", "Selection bench: one query per sequence, blocks of the paper's choice",
-        "bench_sel_triton", "--decode 1 --N 64,256,1024 --H 2,4 --n_sel 8,16 --D 64,128 "
-        "--Dv 64,128 --L_list 128,256,512 --seconds 0.03", 360, estimate_s=90, env=FROM_64,
-    ),
-    *(
-        bench(id, f"Selection bench: {what}", "bench_sel_triton", f"{CELLS} {dist}", 1200,
-              estimate_s=540, env=FROM_64)
-        for id, dist, what in (
-            ("sel_dense", "few", "one span per row, Triton against packed SDPA"),
-            ("sel_varlen", "many", "eight equal spans per row"),
-            ("sel_mixed", "mixed", "2, 4 or 8 spans of random length"),
-        )
-    ),
+    bench("sel_decode", "Selection bench: one query per sequence, blocks of the paper's choice",
+          "bench_sel_triton", "--decode 1 --N 64,256,1024 --H 2,4 --n_sel 8,16 --D 64,128 "
+          "--Dv 64,128 --L_list 128,256,512 --seconds 0.03", 360, estimate_s=90, env=FROM_64),
+    *(bench(id, f"Selection bench: {what}", "bench_sel_triton", f"{CELLS} {dist}", 1200,
+            estimate_s=540, env=FROM_64) for id, (dist, what) in SPANS.items()),
 ]  # fmt: skip
 
 
@@ -281,61 +246,41 @@ BACKWARD = tuple(f"nsa/tests/{name}" for name in (
 INTERPRET = {"TRITON_INTERPRET": "1"}
 
 
-def _cpu_tests(id: str, title: str, *argv: str, least: int, **fields: Any) -> Stage:
-    fields = {"env": INTERPRET, "timeout_s": 180, "estimate_s": 20, **fields}
-    return _stage(id, title, (*PYTEST, *argv), "tests", least=least, group="parity", **fields)
+def _cpu_tests(id: str, title: str, *argv: str, seconds=(180, 20), **fields: Any) -> Stage:
+    fields = {"env": INTERPRET, **fields}
+    return _stage(id, title, "tests", (*PYTEST, *argv), *seconds, **fields)
 
 
 def _cpu() -> list[Stage]:
     """Return the stages without a GPU: kernels in Triton's interpreter at tiny shapes."""
     stages = [
         replace(ROUTING, estimate_s=4, log="routing.txt"),
-        _stage(
-            "sanity", "Matmul, one Triton kernel and one selection kernel, interpreted",
-            ("{python}", "scripts/gpu_sanity.py", "--interpret"), "parity", timeout_s=90,
-            estimate_s=4, env=INTERPRET, log="sanity.out", group="parity",
-        ),
-        _cpu_tests(
-            "triton_fwd", "Selection forward parity, interpreted",
-            *tests("test_triton_sel_parity.py"), "-k", "triton_sel_parity", "-m", "kernel",
-            timeout_s=90, least=78,
-        ),
-        _cpu_tests(
-            "prefill_parity", "Prefill and decode kernels parity, interpreted",
-            *tests("test_prefill_kernels.py", "test_decode_kernels.py"), "-m", "kernel and core",
-            estimate_s=45, least=91,
-        ),
-        _cpu_tests(
-            "backward_parity", "Backward parity of every family of kernels, interpreted",
-            *BACKWARD, least=34,
-        ),
-        _cpu_tests(
-            "probes", "Numbers of an earlier oracle; drawn cases, gradients of PyTorch's routes",
-            *tests("test_probes.py"), least=24,
-        ),
-        _cpu_tests(
-            "triton_wrapper", "Selection wrapper and its fallbacks on CPU",
-            *tests("test_triton_sel_wrapper_cpu.py"), env={}, timeout_s=90, estimate_s=4, least=35,
-        ),
-        _stage(
-            "decode_bench", "Decode step on CPU (small)",
-            ("{python}", "bench/bench_decode.py",
-             *("--B 1 --dim 64 --heads 4 --groups 2 --dk 16 --dv 16 --l 16 --d 8 --l_sel 32 "
-               "--n_sel 4 --w 64 --S_list 128,256 --iters 10 --warmup 2").split(),
-             "--csv", "{out}/decode_cpu.csv"),
-            # UNSTABLE is shown, but a box without a quiet core proves the step all the same.
-            "row", timeout_s=90, estimate_s=4, outputs=("decode_cpu.csv",), least=10,
-            group="bench",
-        ),
+        _stage("sanity", "Matmul, one Triton kernel and one selection kernel, interpreted",
+               "parity", "scripts/gpu_sanity.py --interpret", 90, 4, env=INTERPRET,
+               log="sanity.out"),
+        _cpu_tests("triton_fwd", "Selection forward parity, interpreted",
+                   *tests("test_triton_sel_parity.py"), "-k", "triton_sel_parity", "-m", "kernel",
+                   seconds=(90, 20), least=78),
+        _cpu_tests("prefill_parity", "Prefill and decode kernels parity, interpreted",
+                   *tests("test_prefill_kernels.py", "test_decode_kernels.py"), "-m",
+                   "kernel and core", seconds=(180, 45), least=91),
+        _cpu_tests("backward_parity", "Backward parity of every family of kernels, interpreted",
+                   *BACKWARD, least=34),
+        _cpu_tests("probes", "Numbers of an earlier oracle; drawn cases, gradients of PyTorch's "
+                   "routes", *tests("test_probes.py"), least=24),
+        _cpu_tests("triton_wrapper", "Selection wrapper and its fallbacks on CPU",
+                   *tests("test_triton_sel_wrapper_cpu.py"), seconds=(90, 4), env={}, least=35),
+        # UNSTABLE is shown, but a box without a quiet core proves the step all the same.
+        _stage("decode_bench", "Decode step on CPU (small)", "row",
+               "bench/bench_decode.py --B 1 --dim 64 --heads 4 --groups 2 --dk 16 --dv 16 --l 16 "
+               "--d 8 --l_sel 32 --n_sel 4 --w 64 --S_list 128,256 --iters 10 --warmup 2 --csv "
+               "{out}/decode_cpu.csv", 90, 4, outputs=("decode_cpu.csv",), least=10,
+               group="bench"),
         _summary("decode_cpu.csv", 90, 4),
         replace(SEL_RANGES, estimate_s=4),
-        _stage(
-            "train_showcase", "Training showcase (tiny)",
-            ("{python}", "scripts/train_showcase.py", "--device", "cpu", "--steps", "20", "--out",
-             "{out}"),
-            "tests", outputs=("train.jsonl",), timeout_s=150, estimate_s=20, least=5,
-            group="train",
-        ),
+        _stage("train_showcase", "Training showcase (tiny)", "tests",
+               "scripts/train_showcase.py --device cpu --steps 20 --out {out}", 150, 20,
+               outputs=("train.jsonl",), least=5, group="train"),
     ]  # fmt: skip
     return [replace(stage, gpu=False) for stage in stages]
 
@@ -351,13 +296,9 @@ def choose(
     for name in (*only, *skip):
         if name not in known:
             raise ValueError(f"no stage {name!r}; stages: {', '.join(known)}")
-    keep = [
-        s
-        for s in stages
-        if s.id == ENV_STAGE.id or ((not only or s.id in only) and s.id not in skip)
-    ]
+    wanted = lambda id: id == ENV_STAGE.id or ((not only or id in only) and id not in skip)
+    keep = [s for s in stages if wanted(s.id)]
     if len(keep) == len(stages):
         return keep, None
-    words = [f"--only {','.join(only)}"] if only else []
-    words += [f"--skip {','.join(skip)}"] if skip else []
-    return keep, " ".join(words)
+    given = (("--only", only), ("--skip", skip))
+    return keep, " ".join(f"{option} {','.join(ids)}" for option, ids in given if ids)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from scripts.oneshot.record.capture import StageLog, cause_of
 from scripts.oneshot.record.journal import utc_now
 from scripts.oneshot.record.judge import Judgement, Status, judge
 from scripts.oneshot.record.model import Stage, StageResult
-from scripts.oneshot.record.redact import ALLOWED_VARIABLES, SECRET_NAME, Redactor
+from scripts.oneshot.record.redact import SECRET_NAME, Redactor, may_be_shown
 from scripts.oneshot.record.rows import RowError, parse_row, test_counts
 
 ROW_CAP_BYTES = 1024 * 1024
@@ -37,6 +38,9 @@ _PASSED_ON = frozenset(
 )
 
 
+_ALWAYS = dict(
+    PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", PYTHONHASHSEED="0", NO_COLOR="1", TERM="dumb"
+)
 # What else would end the supervisor, whoever sends it: it ends the run as SIGTERM does.
 _LIKE_SIGTERM = ("SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU")
 
@@ -52,9 +56,7 @@ class Stop:
         self.by: str | None = None
         self.other: str | None = None  # the signal that was taken for SIGTERM
         self.at = 0.0
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
         return self._read
@@ -79,8 +81,6 @@ class Stop:
 
 @dataclass
 class Context:
-    """What all stages of a run share."""
-
     python: str
     root: Path
     out: Path
@@ -97,8 +97,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Started:
-    """The process of a stage and where its rows come from. go: the pipe that one which was started
-    ahead waits at."""
+    """The process of a stage, where its rows come from, and the pipe that it waits at, if ahead."""
 
     process: subprocess.Popen
     argv: list[str]
@@ -106,7 +105,6 @@ class Started:
     go: int | None = None
 
     def drop(self) -> None:
-        """End a process that is not wanted."""
         self.process.kill()
         self.process.wait()
         self.process.stdout.close()
@@ -116,29 +114,16 @@ class Started:
 
 def child_environment(environ: Mapping[str, str], stage: Stage, tag: str) -> dict[str, str]:
     """Return the environment of a stage: no secret of the user's shell gets in."""
-    env = {
-        name: value
-        for name, value in environ.items()
-        if (name in _PASSED_ON or name.startswith("LC_") or ALLOWED_VARIABLES.fullmatch(name))
-        and not SECRET_NAME.search(name)
-    }
-    env.pop("NSA_COMMIT", None)
-    env.update(
-        PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", PYTHONHASHSEED="0", NO_COLOR="1", TERM="dumb"
-    )
+    passed_on = lambda name: name in _PASSED_ON or name.startswith("LC_")
+    known = {n: value for n, value in environ.items() if passed_on(n) or may_be_shown(n)}
+    env = {n: v for n, v in known.items() if not SECRET_NAME.search(n) and n != "NSA_COMMIT"}
     if stage.side_by_side:  # before PyTorch is imported, see shards.py
         env.setdefault("OMP_NUM_THREADS", "1")
-    env.update(stage.env)
-    env[TAG] = tag
-    return env
+    return {**env, **_ALWAYS, **stage.env, TAG: tag}
 
 
 def expand(argv: tuple[str, ...], python: str, out: Path) -> list[str]:
     return [part.replace("{python}", python).replace("{out}", str(out)) for part in argv]
-
-
-def _tag(context: Context, stage: Stage, attempt: int) -> str:
-    return f"{context.run_id}:{stage.id}:{attempt}"
 
 
 def _start(context: Context, stage: Stage, tag: str, *, ahead: bool = False) -> Started:
@@ -146,8 +131,7 @@ def _start(context: Context, stage: Stage, tag: str, *, ahead: bool = False) -> 
     rows, rows_write = os.pipe()
     wait, go = os.pipe() if ahead else (None, None)
     env = child_environment(context.environ, stage, tag)
-    env["NSA_RESULT_FD"] = str(rows_write)
-    env["NSA_OUT_DIR"] = str(context.out)
+    env |= {"NSA_RESULT_FD": str(rows_write), "NSA_OUT_DIR": str(context.out)}
     argv = expand(stage.argv, context.python, context.out)
     given = [argv[0], "-m", AHEAD, str(wait), *argv[1:]] if ahead else argv
     passed = [fd for fd in (rows_write, wait) if fd is not None]
@@ -158,9 +142,8 @@ def _start(context: Context, stage: Stage, tag: str, *, ahead: bool = False) -> 
             preexec_fn=die_with_parent,
         )  # fmt: skip
     except OSError:
-        for fd in (rows, go):
-            if fd is not None:
-                os.close(fd)
+        for fd in (rows, go) if ahead else (rows,):
+            os.close(fd)
         raise
     finally:
         for fd in passed:
@@ -172,37 +155,33 @@ def start_ahead(context: Context, stages: Iterable[Stage]) -> None:
     """Let the processes of these stages import what they need, as many as there are cores."""
     for stage in [one for one in stages if one.ahead][: min(MOST_AHEAD, usable_cores() - 1)]:
         with suppress(OSError):
-            context.waiting[stage.id] = _start(context, stage, _tag(context, stage, 1), ahead=True)
+            tag = f"{context.run_id}:{stage.id}:1"
+            context.waiting[stage.id] = _start(context, stage, tag, ahead=True)
 
 
 def end_waiting(context: Context) -> None:
-    """End what was started ahead and not wanted."""
     while context.waiting:
         context.waiting.popitem()[1].drop()
 
 
 def _waited(context: Context, stage: Stage) -> Started | None:
     """Let the process of this stage that was started ahead go on, and return it."""
-    found = context.waiting.pop(stage.id, None)
-    if found is None:
-        return None
-    if found.argv == expand(stage.argv, context.python, context.out):
-        with suppress(OSError):  # it ended before its time
-            os.write(found.go, b"x")
-            os.close(found.go)
-            return found
-    found.drop()
+    if found := context.waiting.pop(stage.id, None):
+        if found.argv == expand(stage.argv, context.python, context.out):
+            with suppress(OSError):  # it ended before its time
+                os.write(found.go, b"x")
+                os.close(found.go)
+                return found
+        found.drop()
     return None
 
 
 def oom_kills() -> int | None:
     """Return how often Linux killed something in this cgroup for memory; None if unknown."""
     for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        with suppress(OSError, ValueError):
-            for line in Path(path).read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name == "oom_kill":
-                    return int(value)
+        with suppress(OSError):
+            if found := re.search(r"(?m)^oom_kill (\d+)$", Path(path).read_text()):
+                return int(found[1])
     return None
 
 
@@ -213,8 +192,7 @@ class _Channel:
         self.rows: list[dict[str, Any]] = []
         self.unreadable = 0
         self._context, self._stage = context, stage
-        self._buffer = b""
-        self._skipping = False
+        self._buffer, self._skipping = b"", False
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
@@ -236,14 +214,13 @@ class _Channel:
     def _line(self, line: bytes) -> None:
         try:
             row = self._context.redactor.value(parse_row(line))
+            if row["kind"] != "progress":
+                if len(self.rows) >= ROWS_CAP:
+                    raise RowError("one too many")
+                self.rows.append(row)
         except RowError:
             self.unreadable += 1
             return
-        if row["kind"] != "progress":
-            if len(self.rows) >= ROWS_CAP:
-                self.unreadable += 1
-                return
-            self.rows.append(row)
         self._context.on_row(self._stage.id, row)
 
 
@@ -255,7 +232,7 @@ class _Child:
         self.log = StageLog(context.out / stage.log_path, context.redactor, echo=context.echo)
         self.channel = _Channel(context, stage)
         self.abandoned = self.hurried = False
-        tag = _tag(context, stage, attempt)
+        tag = f"{context.run_id}:{stage.id}:{attempt}"
         try:
             started = _waited(context, stage) or _start(context, stage, tag)
         except OSError:
@@ -287,10 +264,8 @@ class _Child:
                 data = b""
             if not data:
                 self._selector.unregister(key.fd)
-            elif key.fd == self._rows_fd:
-                self.channel.feed(data)
             else:
-                self.log.feed(data)
+                (self.channel if key.fd == self._rows_fd else self.log).feed(data)
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + 1.0
@@ -299,19 +274,17 @@ class _Child:
             self._next_tick = now + 0.5
             elapsed = now - self.started
             self.context.on_tick(self.stage.id, elapsed, self.timeout_s, self.channel.rows)
-        open_fds = self._selector.get_map()
-        return self._rows_fd in open_fds or self._out_fd in open_fds
+        return not {self._rows_fd, self._out_fd}.isdisjoint(self._selector.get_map())
 
     def pump_until(self, deadline: float, *, stop_counts: bool = False) -> bool:
         """Listen until the child has ended (True) or `deadline` (False)."""
-        while True:
-            if self.process.poll() is not None:
-                return True
+        while self.process.poll() is None:
             now = time.monotonic()
             if now >= deadline or (stop_counts and self.context.stop.by):
                 return False
             if not self.pump(min(0.1, deadline - now)):
                 time.sleep(0.01)
+        return True
 
     def end(self, *, hurried: bool) -> None:
         """Climb the ladder until the child is gone or has to be abandoned."""
@@ -359,23 +332,16 @@ def result_of(stage: Stage, judgement: Judgement, **fields: Any) -> StageResult:
 
 
 def not_run(stage: Stage, status: Status, reason: str, kind: str | None = None) -> StageResult:
-    """Return the result of a stage that was never started."""
     return result_of(stage, Judgement(status, reason, kind), timeout_s=stage.timeout_s)
 
 
 def run_stage(
-    context: Context,
-    stage: Stage,
-    *,
-    attempt: int = 1,
-    budget_left_s: float | None = None,
+    context: Context, stage: Stage, *, attempt: int = 1, budget_left_s: float | None = None,
     run_started: float | None = None,
-) -> StageResult:
+) -> StageResult:  # fmt: skip
     """Run `stage` to its end, whatever that is, and say how it ended."""
-    timeout_s = stage.timeout_s
-    by_budget = budget_left_s is not None and budget_left_s < timeout_s
-    if by_budget:
-        timeout_s = max(1.0, budget_left_s)
+    by_budget = budget_left_s is not None and budget_left_s < stage.timeout_s
+    timeout_s = max(1.0, budget_left_s) if by_budget else stage.timeout_s
     started, t0, oom_before = utc_now(), time.monotonic(), oom_kills()
     before = {name: _stamp(context.out / name) for name in stage.outputs}
     common: dict[str, Any] = {
@@ -417,23 +383,20 @@ def run_stage(
         judgement = Judgement(Status.TIMEOUT, "one test ran over its own limit")
     else:
         missing = tuple(o for o in stage.outputs if _stamp(context.out / o) in (None, before[o]))
-        judgement = judge(
-            stage, rc, rows, unreadable=child.channel.unreadable, missing_outputs=missing,
-            traceback=child.log.uncaught_error(),
-        )  # fmt: skip
+        said = dict(unreadable=child.channel.unreadable, traceback=child.log.uncaught_error())
+        judgement = judge(stage, rc, rows, missing_outputs=missing, **said)
         if judgement.status in (Status.CRASH, Status.FAIL) and judgement.kind in (None, "ASSERT"):
-            judgement = Judgement(judgement.status, judgement.reason, cause or judgement.kind)
+            judgement = replace(judgement, kind=cause or judgement.kind)
     reason = judgement.reason
     if child.abandoned:
         reason = f"{reason}; it could not be killed and was left behind"
     if left and judgement.status is not Status.PASS:
         reason = f"{reason}; {left} of its processes outlived it and were killed"
     metrics = {r["name"]: r.get("value") for r in rows if r["kind"] == "metric" and "name" in r}
+    common |= {name: metrics.get(name) for name in ("first_call_ms", "peak_vram_mib")}
     return result_of(
-        stage, Judgement(judgement.status, reason, judgement.kind),
-        rc=rc, signal=_signal_name(rc), wall_s=round(time.monotonic() - t0, 3),
-        counts=test_counts(rows), first_call_ms=metrics.get("first_call_ms"),
-        peak_vram_mib=metrics.get("peak_vram_mib"), **common,
+        stage, replace(judgement, reason=reason), rc=rc, signal=_signal_name(rc),
+        wall_s=round(time.monotonic() - t0, 3), counts=test_counts(rows), **common,
     )  # fmt: skip
 
 
@@ -448,8 +411,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
     Two stamps are compared, never one with the clock, which may be put right during a stage.
     """
-    try:
+    with suppress(OSError):
         stat = path.stat()
-    except OSError:
-        return None
-    return (stat.st_ino, stat.st_mtime_ns, stat.st_size) if stat.st_size else None
+        return (stat.st_ino, stat.st_mtime_ns, stat.st_size) if stat.st_size else None
+    return None
