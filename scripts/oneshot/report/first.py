@@ -137,7 +137,7 @@ def speed(view: View) -> Answer:
         more = f"{us(found[0])} ({cell(found[1], 20)})" if found else ""
         bars.append(evidence.bar(row, view.floor, more))
     for name, way in (("prefill", "fwd"), ("its backward", "bwd"), ("decode", None)):
-        mine = [r for r in rows if r.get("direction") == way]
+        mine = [r for r in rows if r.get("direction") == way and is_number(r.get("speedup"))]
         shown = [r["speedup"] for r in mine if not evidence.speedup_text(r, view.floor)[0]]
         if shown:  # those that show a difference
             ends = dict.fromkeys((f"{min(shown):.2f}x", f"{max(shown):.2f}x"))
