@@ -96,7 +96,7 @@ def test_one_launch_and_what_is_due_are_pytorchs(config, T, end, always, phi, dt
     exact = caches_at(layer64, lengths, end)[0]
     for name in BUFFERS:  # rounded as the others' are
         getattr(exact, name).copy_(getattr(other, name))
-    before = {name: getattr(one, name).clone() for name in ("k_cmp", "v_cmp")}
+    before = {name: getattr(one, name).clone() for name in BUFFERS[6:]}
     one.emit_always = other.emit_always = always
     x = tokens(layer, len(lengths), T, seed=4)
     with launches.recording() as counts:
@@ -172,9 +172,9 @@ def test_a_layers_steps_over_e4m3_are_those_of_pytorch(kernel_device):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("T, hidden, weights", [
-    (1, None, F16), (3, 1100, F16), (1, 40, torch.float32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "T, hidden, weights", [(1, None, F16), (3, 1100, F16), (1, 40, torch.float32)]
+)
 def test_gates_of_the_same_launch(T, hidden, weights, kernel_device):
     """Also of a hidden layer that no program holds at once, and of weights as autocast has them."""
     layer = layer_of(SMALL, kernel_device)
@@ -213,7 +213,7 @@ def test_what_fails_behind_the_launch_appends_nothing(kernel_device):
     """A kernel that is to emit, or the model's own phi: the device's lengths go back as well."""
     layer = layer_of(SMALL, kernel_device)
     x, (cache, other) = tokens(layer), caches_at(layer, (7, 7), 40)
-    layer.phi_k = Raises("no phi")
+    layer.phi_k.register_forward_pre_hook(mock.Mock(side_effect=RuntimeError("no phi")))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no phi"):
             layer.step(x, cache)
@@ -221,23 +221,6 @@ def test_what_fails_behind_the_launch_appends_nothing(kernel_device):
     layer.phi_k = make_compression("mean", SMALL.d_k, SMALL.l, SMALL.d)
     torch.testing.assert_close(layer.step(x, cache), layer.step(x, other), rtol=0, atol=0)
     assert cache.lens.tolist() == [8, 8]
-
-
-def replaced(gate):
-    gate.outer = Doubled(*reversed(gate.outer.weight.shape))
-
-
-class Raises(torch.nn.Module):
-    """Raises, the gates unless x has no NaN."""
-
-    def __init__(self, words):
-        super().__init__()
-        self.words = words
-
-    def forward(self, x):
-        if self.words == "no phi" or x.isnan().any():
-            raise RuntimeError(self.words)
-        return x.new_full((*x.shape[:-1], SMALL.heads, 3), 0.5)
 
 
 def doubled(linear):
@@ -260,7 +243,8 @@ PHI = (lambda: make_compression("mlp", 8, 8, 4)), [(8, 8), (8, 64), (8,), (8, 8)
 
 @pytest.mark.parametrize("made, change", [
     *((GATE, change) for change in (
-        lambda gate: gate.register_forward_pre_hook(hook), replaced,
+        lambda gate: gate.register_forward_pre_hook(hook),
+        lambda gate: setattr(gate, "outer", Doubled(*reversed(gate.outer.weight.shape))),
         lambda gate: gate.outer.register_forward_hook(hook),
         lambda gate: weight_norm(gate.outer), lambda gate: gate.outer.double(),
         lambda gate: gate.outer.register_parameter("bias", None),
@@ -298,10 +282,12 @@ def test_another_module_makes_the_gates(kernel_device):
         layer.gate.outer.weight.zero_()
         layer.gate.outer.bias.zero_()
     want = layer.step(x, other)
-    layer.gate = Raises("no gates")
+    layer.gate = torch.nn.Identity()
+    layer.gate.forward = mock.Mock(side_effect=RuntimeError("no gates"))
     with pytest.raises(RuntimeError, match="no gates"):
-        layer.step(x * float("nan"), cache)
+        layer.step(x, cache)
     assert cache.lengths == cache.lens.tolist() == [9, 30]
+    layer.gate.forward = lambda x: x.new_full((2, 1, SMALL.heads, 3), 0.5)
     torch.testing.assert_close(layer.step(x, cache), want, rtol=0, atol=0)
 
 
@@ -343,6 +329,7 @@ def test_without_the_policys_leave_pytorch_appends(backend, flags):
 
 
 REFUSED = RuntimeError("no such instruction")
+APPEND = "nsa.kernels.decode.append.append_turned"
 
 
 @pytest.mark.parametrize("kernel, backend, error, hidden", [
@@ -356,18 +343,16 @@ def test_a_kernel_that_fails(kernel, backend, error, hidden, monkeypatch, capsys
     """It served before. Told and not tried again, unless it is an error that no fallback may hide
     or the backend was asked for by name."""
     pytest.importorskip("triton")
-    from nsa.kernels.decode import append
-
-    fails = mock.Mock(side_effect=error)
-    of_append = append, "append_turned"
-    monkeypatch.setattr(*(of_append if kernel == "append" else (rungs, "step_triton")), fails)
-    flags = TRITON if backend else Flags(debug_log=kernel == "append")
-    layer, cache, plain = on_cpu(backend, flags)
+    layer, cache, plain = on_cpu(
+        backend, TRITON if backend else Flags(debug_log=kernel == "append")
+    )
+    x, fails = randn(1, 1, 24, seed=2), mock.Mock(side_effect=error)
     if kernel == "append":
+        monkeypatch.setattr(APPEND, fails)
         cache.fused_append[(backend, layer.flags)] = True
     else:
+        monkeypatch.setattr(rungs, "step_triton", fails)
         cache.fused_step.add((backend, layer.flags))
-    x = randn(1, 1, 24, seed=2)
     if not hidden:
         with pytest.raises(type(error), match=str(error)):
             layer.step(x, cache)
@@ -384,10 +369,8 @@ def test_a_kernel_that_fails(kernel, backend, error, hidden, monkeypatch, capsys
 @pytest.mark.filterwarnings("ignore:nsa. the decode step's append on triton failed")
 def test_a_kernel_that_fails_is_not_tried_again_for_the_next_cache(monkeypatch):
     pytest.importorskip("triton")
-    from nsa.kernels.decode import append
-
     fails = mock.Mock(side_effect=REFUSED)
-    monkeypatch.setattr(append, "append_turned", fails)
+    monkeypatch.setattr(APPEND, fails)
     taken = dispatch.Decision(dispatch.Branch.STEP, dispatch.Route.TRITON)
     monkeypatch.setattr(dispatch, "decide", lambda *_: taken)
     layer, _, _ = on_cpu()
