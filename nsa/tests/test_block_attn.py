@@ -58,16 +58,10 @@ def rows_of(x: Tensor, case: Case, queries: int) -> Tensor:
     return known.view(-1, queries, case.G, case.h).permute(0, 2, 1, 3).flatten(2)
 
 
-@pytest.mark.parametrize(
-    "case, kind",
-    [
-        pytest.param(c, kind, marks=[CORE] if i == 3 else [])
-        for i, c in enumerate(UNIONS)
-        for kind in ("random", "clustered", "ragged")
-        if kind == "ragged" or i == 3
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case, kind", [
+    *(pytest.param(UNIONS[3], kind, marks=CORE) for kind in ("random", "clustered", "ragged")),
+    *((c, "ragged") for c in UNIONS[:3] + UNIONS[4:]),
+], ids=str)  # fmt: skip
 def test_unions_agree_with_single_queries(case, kind, device, monkeypatch):
     """Every third tile is left out: NaN stays in its rows and nowhere else."""
     x = Problem(case, kind, device, monkeypatch)
@@ -101,16 +95,10 @@ def test_unions_agree_with_single_queries(case, kind, device, monkeypatch):
         )
 
 
-@pytest.mark.parametrize(
-    "case, kind, share",
-    [
-        (PACKED, "ragged", None),  # tiles over a border are singles
-        (UNIONS[3], "ragged", None),
-        (UNIONS[3], "clustered", ALWAYS),
-        (UNIONS[3], "random", NEVER),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case, kind, share", [
+    (PACKED, "ragged", None),  # tiles over a border are singles
+    (UNIONS[3], "ragged", None), (UNIONS[3], "clustered", ALWAYS), (UNIONS[3], "random", NEVER),
+], ids=str)  # fmt: skip
 def test_unions_serve_the_whole_operator(case, kind, share, device, monkeypatch):
     """Each query is served by one of the two kernels, and results repeat bitwise."""
     x = Problem(case, kind, device, monkeypatch)
@@ -174,13 +162,10 @@ def key_tiles(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "shape, kind",
-    [(TILED_SHAPES[0], kind) for kind in ("random", "one_block", "all", "own_only")]
-    + [(shape, "ragged") for shape in TILED_SHAPES[1:4]]
-    + [pytest.param(shape, "ragged", marks=CORE) for shape in TILED_SHAPES[4:]],
-    ids=str,
-)
+@pytest.mark.parametrize("shape, kind", [
+    *((TILED_SHAPES[0], kind) for kind in ("random", "one_block", "all", "own_only")),
+    *(pytest.param(s, "ragged", marks=[CORE] * s.big) for s in TILED_SHAPES[1:]),
+], ids=str)  # fmt: skip
 def test_key_tiles_against_the_oracle(shape, kind, device, key_tiles, monkeypatch):
     monkeypatch.setattr(union_lists, "SHARE", {("fwd_outer", 90): NEVER})
     monkeypatch.setattr(union_lists, "OTHER_SHARE", NEVER)
@@ -196,18 +181,10 @@ def by_tiles(x: Problem, share: int | None = NEVER):
     return out, lse, counts
 
 
-@pytest.mark.parametrize(
-    "case, kind, share",
-    [
-        (TILED[0], "clustered", ALWAYS),
-        (TILED[0], "random", NEVER),
-        (TILED[1], "ragged", None),
-        (TILED[2], "ragged", None),
-        (TILED[2], "clustered", ALWAYS),
-        (TILED[2], "random", NEVER),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case, kind, share", [
+    (TILED[0], "clustered", ALWAYS), (TILED[0], "random", NEVER), (TILED[1], "ragged", None),
+    (TILED[2], "ragged", None), (TILED[2], "clustered", ALWAYS), (TILED[2], "random", NEVER),
+], ids=str)  # fmt: skip
 def test_beside_unions_and_without_is_the_same(case, kind, share, device, key_tiles, monkeypatch):
     x = Problem(case, kind, device, monkeypatch)
     *got, counts = by_tiles(x, share)
@@ -223,14 +200,9 @@ def test_beside_unions_and_without_is_the_same(case, kind, share, device, key_ti
 def test_blocks_past_the_sequence_hold_no_key(case, device, key_tiles, monkeypatch):
     """No key tile writes a partial output for them: whatever is there, none may be merged."""
     x = Problem(case, "ragged", device, monkeypatch)
+    # Not NaN as in every other test, which would send the tile again, query by query.
     make = torch.empty
-
-    def finite(*args, **kwargs):
-        """Not NaN as in every other test, which would send the tile again, query by query."""
-        tensor = make(*args, **kwargs)
-        return tensor.fill_(3) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", finite)
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: make(*a, **kw).nan_to_num_(3))
     want, want_lse, _ = by_tiles(x)
     x.blocks = x.blocks.masked_fill(x.blocks < 0, 1 << 20)
     got, lse, counts = by_tiles(x)
@@ -248,12 +220,10 @@ def test_values_past_the_range_of_16_bits_survive(case, device, key_tiles, monke
     torch.testing.assert_close(large.float() * 2.0**-100, small.float(), rtol=1e-2, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "case, by",
-    [(Case((26,), G=1, h=4, n_sel=5, q_start=104), "unions"), (CHOICE_GPU, "unions"),
-     (TILED[0], "key_tiles"), (TILED[2], "key_tiles")],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("case, by", [
+    (Case((26,), G=1, h=4, n_sel=5, q_start=104), "unions"), (CHOICE_GPU, "unions"),
+    (TILED[0], "key_tiles"), (TILED[2], "key_tiles"),
+], ids=str)  # fmt: skip
 def test_keys_that_a_query_did_not_choose_stay_out(case, by, device, request, monkeypatch):
     """0 * NaN, of keys past a query in its own block and of blocks that others chose: tiles over
     such keys go again, one by one."""
@@ -318,11 +288,9 @@ def gradients(x: Problem, dq: Tensor | None = None):
     return x.backward(dq, use_gluon=False)
 
 
-@pytest.mark.parametrize(
-    "case, kind",
-    [pytest.param(*c, marks=[CORE] if i == 5 else []) for i, c in enumerate(ONE_PASS)],
-    ids=str,
-)
+@pytest.mark.parametrize("case, kind", [
+    pytest.param(*c, marks=[CORE] * (i == 5)) for i, c in enumerate(ONE_PASS)
+], ids=str)  # fmt: skip
 def test_one_pass_agrees_with_two(case, kind, device, monkeypatch):
     x = Problem(case, kind, device, monkeypatch)
     got, counts = gradients(x)
