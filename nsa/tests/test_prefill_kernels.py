@@ -218,9 +218,9 @@ def test_choice_among_several_tiles_of_keys(shape, device):
 
 @CORE
 @pytest.mark.parametrize("lengths", [(140,), (139, 3)], ids=str)
-def test_slabs_of_queries_choose_what_all_at_once_do(lengths, device, monkeypatch):
+def test_slabs_of_queries_choose_what_all_at_once_do(lengths, kernel_device, monkeypatch):
     """The last slab has more blocks to rank than the first: more than the 32 of the smallest."""
-    x = Inputs(Shape(lengths, G=1, h=1, l=4, d=2, l_sel=4), device, seed=8)
+    x = Inputs(Shape(lengths, G=1, h=1, l=4, d=2, l_sel=4), kernel_device, seed=8)
     whole, _ = choice(x)
     monkeypatch.setattr(score_topn_triton, "SLAB_BYTES", 1)
     slabs, counts = choice(x)
