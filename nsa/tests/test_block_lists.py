@@ -15,7 +15,6 @@ from nsa.tests.test_block_attn import UNIONS
 
 pytestmark = pytest.mark.kernel
 QUERIES = 8
-IDS = dict(ids=str)
 
 
 # ---- blocks of a tile of queries -----------------------------------------------------------------
@@ -68,14 +67,12 @@ class Lists:
         return [(e >> 32, {i for i in range(32) if e >> i & 1}) for e in found]
 
 
-@pytest.mark.parametrize(
-    "case, kind, parts",
-    [(UNIONS[0], "ragged", 1), (UNIONS[0], "random", 2), (UNIONS[1], "random", 1),
-     (UNIONS[1], "ragged", 2), (UNIONS[2], "clustered", 1), (UNIONS[2], "ragged", 2),
-     (Case((40,), G=1, n_sel=2, q_start=1 << 21), "clustered", 2),
-     (Case((21,), n_sel=1, q_start=90), "random", 1)],
-    **IDS,
-)  # fmt: skip
+@pytest.mark.parametrize("case, kind, parts", [
+    (UNIONS[0], "ragged", 1), (UNIONS[0], "random", 2), (UNIONS[1], "random", 1),
+    (UNIONS[1], "ragged", 2), (UNIONS[2], "clustered", 1), (UNIONS[2], "ragged", 2),
+    (Case((40,), G=1, n_sel=2, q_start=1 << 21), "clustered", 2),
+    (Case((21,), n_sel=1, q_start=90), "random", 1),
+], ids=str)  # fmt: skip
 def test_each_block_is_listed_once_in_order(case, kind, parts, kernel_device):
     def behind_the_query(blocks):
         """Such a block counts for nothing, wherever in the row it stands."""
@@ -94,14 +91,13 @@ BOUNDS = (-(10**6), 900, 10**6, None)
 LONG = Case((77,), G=2, n_sel=6, q_start=150)
 
 
-@pytest.mark.parametrize(
-    "case, parts, kind, together",
-    [(UNIONS[1], 1, "ragged", bound) for bound in BOUNDS]
-    + [(UNIONS[1], 2, "random", bound) for bound in (900, None)]
-    + [(LONG, 1, "random", bound) for bound in BOUNDS]
-    + [(Case((5, 90, 1), n_sel=4), 4, "ragged", bound) for bound in (900, None)],
-    **IDS,
-)
+@pytest.mark.parametrize("case, parts, kind, together", [
+    (*of, bound)
+    for *of, bounds in ((UNIONS[1], 1, "ragged", BOUNDS), (UNIONS[1], 2, "random", (900, None)),
+                        (LONG, 1, "random", BOUNDS),
+                        (Case((5, 90, 1), n_sel=4), 4, "ragged", (900, None)))
+    for bound in bounds
+], ids=str)  # fmt: skip
 def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, monkeypatch):
     """Blocks that few queries of a tile chose go by keys where that pays, with few heads a group
     always; the last two blocks of a query never do."""
@@ -123,12 +119,10 @@ def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, 
         }
         rest = {row for row, by in chosen.items() if len(by) < 3 and row not in last}
         n_rest = sum(len(chosen[row]) for row in rest)
-        pairs = sum(map(len, chosen.values()))
-        shared = costs.read * len(chosen) + costs.pair * pairs
+        shared = costs.read * len(chosen) + costs.pair * sum(map(len, chosen.values()))
         dense = costs.dense * (len(chosen) - len(rest)) + costs.together
-        by_keys = together is None
-        if together is not None:
-            by_keys = n_rest > 0 and costs.rest_pair * n_rest + dense < shared
+        pays = n_rest > 0 and costs.rest_pair * n_rest + dense < shared
+        by_keys = pays or together is None
         if not by_keys:
             rest = set()
             whole.append(tile * case.G + g)
@@ -154,15 +148,13 @@ def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, 
 
 @pytest.mark.parametrize("most", [0, 1 << 26], ids=["sorted", "map"])
 @pytest.mark.parametrize("per_block", [1, 2])
-@pytest.mark.parametrize("case", [Case((1, 37, 20)), Case((29,), batch=2), Case((70,))], **IDS)
+@pytest.mark.parametrize("case", [Case((1, 37, 20)), Case((29,), batch=2), Case((70,))], ids=str)
 def test_lists_hold_every_pair_once_and_in_order(case, per_block, most, kernel_device, monkeypatch):
     """per_block 2: the last block of a sequence has one tile only. No block is as far as the last
     two; their tiles must not wrap around. Packed rows past the last sequence are nobody's."""
-    monkeypatch.setattr(lists_by_keys, "CHUNK", 4)
-    monkeypatch.setattr(lists_by_keys, "LIST_SIZE", 8)  # several programs, several turns
-    monkeypatch.setattr(lists_by_keys, "WORDS", 1)
-    monkeypatch.setattr(lists_by_keys, "SHARE", 2)
-    monkeypatch.setattr(lists_by_keys, "MAP_BYTES", most)
+    small = dict(CHUNK=4, LIST_SIZE=8, WORDS=1, SHARE=2)  # several programs, several turns
+    for name, value in (*small.items(), ("MAP_BYTES", most)):
+        monkeypatch.setattr(lists_by_keys, name, value)
     x = Problem(case, "ragged", kernel_device, monkeypatch)
     x.blocks.view(-1, case.n_sel)[3] = torch.tensor([2, 3, 2**31 - 1][: case.n_sel])
     per_seq, tile, kv_len = 3, 16, 48
@@ -188,9 +180,8 @@ def test_lists_hold_every_pair_once_and_in_order(case, per_block, most, kernel_d
             elif not case.packed and 0 <= nth < per_seq:
                 want.setdefault((sequence, group, nth), []).append(row)
     got, rows = {}, lists.rows.tolist()
-    for number, begin, end in zip(
-        lists.chunk_tile.tolist(), lists.chunk_begin.tolist(), lists.chunk_end.tolist(), strict=True
-    ):
+    chunks = lists.chunk_tile, lists.chunk_begin, lists.chunk_end
+    for number, begin, end in zip(*(x.tolist() for x in chunks), strict=True):
         if begin < end:
             assert end - begin <= 4
             rest, nth = divmod(number, lists.per_seq)
@@ -203,7 +194,7 @@ def test_lists_hold_every_pair_once_and_in_order(case, per_block, most, kernel_d
     assert got == want
 
 
-@pytest.mark.parametrize("case", [Case((90,), G=2, n_sel=4), Case((1, 37, 20), G=3)], **IDS)
+@pytest.mark.parametrize("case", [Case((90,), G=2, n_sel=4), Case((1, 37, 20), G=3)], ids=str)
 def test_pieces_come_once_by_group_and_about_in_order(case, kernel_device, monkeypatch):
     monkeypatch.setattr(lists_by_keys, "CHUNK", 16)
     monkeypatch.setattr(lists_by_keys, "BUCKETS", 16)
