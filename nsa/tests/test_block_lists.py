@@ -83,8 +83,7 @@ def test_each_block_is_listed_once_in_order(case, kind, parts, kernel_device):
     assert x.lists.counts.shape == (-(-len(x.home) // QUERIES), case.G)
     assert x.lists.queries == QUERIES
     assert len(want) == x.lists.counts.numel() and any(want.values())
-    for at, expected in want.items():
-        assert x.entries(*at) == sorted(expected.items())
+    assert {at: x.entries(*at) for at in want} == {at: sorted(want[at].items()) for at in want}
 
 
 BOUNDS = (-(10**6), 900, 10**6, None)
@@ -157,40 +156,31 @@ def test_lists_hold_every_pair_once_and_in_order(case, per_block, most, kernel_d
         monkeypatch.setattr(lists_by_keys, name, value)
     x = Problem(case, "ragged", kernel_device, monkeypatch)
     x.blocks.view(-1, case.n_sel)[3] = torch.tensor([2, 3, 2**31 - 1][: case.n_sel])
-    per_seq, tile, kv_len = 3, 16, 48
-    blocks, cu = x.blocks, x.cu
+    per_seq, tile, blocks, cu = 3, 16, x.blocks, x.cu
     if case.packed:
         blocks = torch.cat([blocks, torch.zeros_like(blocks[:5])])
     with launches.recording() as counts:
-        lists = lists_by_keys.rows_of_tiles(blocks, per_block, tile, kv_len, cu)
+        lists = lists_by_keys.rows_of_tiles(blocks, per_block, tile, per_seq * tile, cu)
     assert ("_tile_members_kernel" in counts) == (most > 0)
-    begins = [case.lengths[0] * b for b in range(case.batch)]
-    if case.packed:
-        begins = cu.tolist()[:-1]
-        first_tiles = [first // tile + i for i, first in enumerate(begins)]
-        assert lists.per_seq == len(blocks) // tile + len(begins) + 1
-    want = {}
+    begins = cu.tolist()[:-1] if case.packed else [case.lengths[0] * b for b in range(case.batch)]
+    assert lists.per_seq == (len(blocks) // tile + len(begins) + 1 if case.packed else per_seq)
+    want = {}  # rows by the number of a tile
     for at, block in enumerate(x.blocks.flatten().tolist()):
         row = at // case.n_sel
-        token, group = row // case.G, row % case.G
+        token, group = divmod(row, case.G)
         sequence = max(i for i, first in enumerate(begins) if first <= token)
         for nth in range(block * per_block, (block + 1) * per_block):
             if case.packed and 0 <= nth * tile <= token - begins[sequence]:
-                want.setdefault((group, sequence, nth), []).append(row)
+                number = group * lists.per_seq + begins[sequence] // tile + sequence + nth
+                want.setdefault(number, []).append(row)
             elif not case.packed and 0 <= nth < per_seq:
-                want.setdefault((sequence, group, nth), []).append(row)
+                want.setdefault((sequence * case.G + group) * per_seq + nth, []).append(row)
     got, rows = {}, lists.rows.tolist()
     chunks = lists.chunk_tile, lists.chunk_begin, lists.chunk_end
     for number, begin, end in zip(*(x.tolist() for x in chunks), strict=True):
         if begin < end:
-            assert end - begin <= 4
-            rest, nth = divmod(number, lists.per_seq)
-            run = (*divmod(rest, case.G), nth)
-            if case.packed:
-                sequence = max(i for i, first in enumerate(first_tiles) if first <= nth)
-                run = (rest, sequence, nth - first_tiles[sequence])
-            assert run >= max(got, default=run)
-            got.setdefault(run, []).extend(rows[begin:end])
+            assert end - begin <= 4 and number >= max(got, default=number)
+            got.setdefault(number, []).extend(rows[begin:end])
     assert got == want
 
 

@@ -89,8 +89,8 @@ def test_they_serve_unless_switched_off(on_hopper, monkeypatch):
     ]
     assert all(call() for call in calls)
     narrow = v[..., :64].contiguous()
-    assert on_hopper.forward_pair(q, k, v, k, narrow) is None
-    assert on_hopper.forward_pair(q, k, narrow, k, v) is None
+    for pair in ((k, v, k, narrow), (k, narrow, k, v)):
+        assert on_hopper.forward_pair(q, *pair) is None
     assert on_hopper.forward_pair(*(x.half() for x in (q, k, v, k, v))) is None
     monkeypatch.setenv("NSA_USE_GLUON", "0")
     clear_flags_cache()
@@ -378,26 +378,23 @@ def test_block_scores(heads, width, l, d, l_sel, start, s, device):
         assert got[..., known:].isnan().all()
 
 
-def by_attention(q, k, v, scale, start, pair, real):
+def by_attention(q, k, scale, start, pair, real):
     """(out, lse, NaN or scores [B, G, S, n_ld] of what attention writes by the first `real` heads
-    of a group), and out, lse without."""
+    of a group), and out, lse without, where values are the keys."""
     (b, s, hq, _), g = q.shape, k.shape[2]
     queries, _ = span_fwd_hopper.scores_tile(hq // g)
     n_ld, rows = (-(-(start + s) // 2048) + 1) * 32, -(-s // queries) * queries
     scores = torch.full((b * g, rows, n_ld), float("nan"), device=q.device)
     slabs = [Slab(0, s, scores, rows, n_ld)]
-    cmp = Span(COMPRESSED, 32, 16)
+    cmp, how = Span(COMPRESSED, 32, 16), dict(q_start=start, heads=real)
+    attend, tensors, spans = span_fwd_hopper.span_attention_fwd_hopper, (q, k, k), (cmp,)
     if pair:
-        keys = randn(b, start + s, g, q.shape[-1], seed=7, dtype=q.dtype, device=q.device)
-        gates = randn(b, s, hq, 3, seed=8, dtype=q.dtype, device=q.device)
-        run = lambda slabs: span_fwd_hopper.span_pair_fwd_hopper(
-            q, k, v, keys, keys, gates, cmp, Span(SLIDING, 512), scale, q_start=start,
-            win_start=start, slabs=slabs, heads=real,
-        )  # fmt: skip
-    else:
-        run = lambda slabs: span_fwd_hopper.span_attention_fwd_hopper(
-            q, k, v, cmp, scale, q_start=start, slabs=slabs, heads=real
-        )
+        attend, spans = span_pair_fwd_hopper, (cmp, Span(SLIDING, 512))
+        how["win_start"] = start
+        draw = lambda i, *dims: randn(b, *dims, seed=i, dtype=q.dtype, device=q.device)
+        keys = draw(7, start + s, g, q.shape[-1])
+        tensors = q, k, k, keys, keys, draw(8, s, hq, 3)
+    run = lambda slabs: attend(*tensors, *spans, scale, slabs=slabs, **how)
     return (*run(slabs), scores.unflatten(0, (b, g))[:, :, :s]), run(None)
 
 
@@ -416,7 +413,7 @@ def test_scores_of_attentions_own(heads, real, width, start, s, scale, dtype, pa
     n = (start + s - 32) // 16 + 1
     q = randn(b, s, g * heads, width, seed=1, dtype=dtype, device=device)
     k = randn(b, n, g, width, seed=2, dtype=dtype, device=device)
-    (out, lse, scores), (want_out, want_lse) = by_attention(q, k, k, scale, start, pair, real)
+    (out, lse, scores), (want_out, want_lse) = by_attention(q, k, scale, start, pair, real)
     torch.testing.assert_close(out, want_out, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-4)
     queries, keys = span_fwd_hopper.scores_tile(heads)
@@ -482,7 +479,7 @@ def test_attention_chooses_as_good_blocks(heads, b, start, s, kind, device, monk
 def test_a_nan_query_changes_no_other_score(device):
     others = torch.arange(700, device=device) != 685
     draw = lambda n, h: randn(2, n, h, 128, seed=n, dtype=BF16, device=device)
-    scores = lambda q, k: by_attention(q, k, k, 0.1, 0, True, q.shape[2] // 2)[0][2][:, :, others]
+    scores = lambda q, k: by_attention(q, k, 0.1, 0, True, q.shape[2] // 2)[0][2][:, :, others]
     for heads in (4, 8, 16):
         q, k = draw(700, 2 * heads), draw(42, 2)
         want = scores(q, k)
@@ -625,10 +622,8 @@ def test_where_tiles_pay_some_go_by_keys(device, by_keys, monkeypatch):
     """The bound between both ways is in the middle of the tiles, and the way of each shows."""
     x = Problem(LONG[0].values[0], "ragged", device, monkeypatch)
     together(monkeypatch, 1500)
-    costs = tile_blocks.COSTS[128, 128]
-    lists = tile_blocks.tile_blocks(
-        x.blocks, None, 2500, 5500, 3000, 64, queries=8, heads=16, costs=costs
-    )
+    how = dict(queries=8, heads=16, costs=tile_blocks.COSTS[128, 128])
+    lists = tile_blocks.tile_blocks(x.blocks, None, 2500, 5500, 3000, 64, **how)
     whole = lists.rest.listed < 0
     share = whole.double().mean().item()
     assert 0.1 < share < 0.9
@@ -654,27 +649,24 @@ def test_scores_of_minus_infinity_tell(case, device, by_keys, monkeypatch):
     """No weight is left of them, as of a row that attends nothing, which has output 0."""
     x = Problem(case, "random", device, monkeypatch)
     sunk = x.sink(1003)
-    for (out, _), _ in (attend(x), attend(x, use_gluon=False)):
-        assert out[sunk].isnan().all() and out[~sunk].isfinite().all()
-    if case.h == 16:  # eight queries share what they read
-        with deterministic():
-            (out, _), counts = attend(x)
-        assert counts[SHARED] == 1
+    with deterministic():
+        shared, counts = attend(x)
+    assert counts.get(SHARED, 0) == (case.h == 16)  # eight queries share what they read
+    for out, _ in (attend(x)[0], attend(x, use_gluon=False)[0], shared):
         assert out[sunk].isnan().all() and out[~sunk].isfinite().all()
 
 
 @pytest.mark.parametrize("branch", ["compressed", "sliding"])
 def test_scores_of_minus_infinity_tell_in_a_span(branch, device):
-    q, k, v = (randn(1, 600, n, 128, seed=n, dtype=BF16, device=device) for n in (32, 2, 3))
-    v = v[:, :, :2].contiguous()
+    n = blocks.num_compressed(600, 32, 16) if branch == "compressed" else 600
+    draw = lambda i, *dims: randn(1, *dims, 128, seed=i, dtype=BF16, device=device)
+    q, k, v = draw(32, 600, 32), draw(2, n, 2), draw(3, n, 2)
     k[..., 0] = k[..., 0].abs() + 1
     q[:, [40, 599], :, 0] = -float("inf")
     sunk = q[..., 0].isinf()
-    n = blocks.num_compressed(600, 32, 16)
     with launches.recording() as counts:
         if branch == "compressed":
-            few = k[:, :n].contiguous(), v[:, :n].contiguous()
-            out, _ = prefill.compressed_attention_triton(q, *few, l=32, d=16)
+            out, _ = prefill.compressed_attention_triton(q, k, v, l=32, d=16)
         else:
             out, _ = prefill.sliding_attention_triton(q, k, v, window=100)
     assert counts[FORWARD] == 1, dict(counts)
@@ -828,16 +820,21 @@ def test_sums_come_near_their_bound_without_overflow(case, size, device, monkeyp
     assert (error < 5e-3 * norm).all()
 
 
+def drawn(shape: Shape, keys: int, device: str, D: int, Dv: int) -> list[torch.Tensor]:
+    """q, the output's gradient, k and v of one sequence."""
+    draw = lambda i, *dims: randn(1, *dims, seed=i, dtype=shape.dtype, device=device)
+    S, G, HQ = shape.lengths[0], shape.G, shape.G * shape.h
+    return [draw(0, S, HQ, D), draw(1, S, HQ, Dv), draw(2, keys, G, D), draw(3, keys, G, Dv)]
+
+
 @pytest.mark.parametrize("width", [128, pytest.param(192, marks=BY_TRITON)])
 @pytest.mark.parametrize("shape", SHAPES[:3:2], ids=str)
 def test_chunks_and_deep_scores(shape, width, device):
     """As near the truth as two passes are. With wide keys dS comes of a P that is rounded, too."""
-    S, HQ, how = shape.lengths[0], shape.G * shape.h, dict(q_start=37)
-    n, span = blocks.num_compressed(37 + S, shape.l, shape.d), Span(COMPRESSED, shape.l, shape.d)
-    draw = lambda i, *dims: randn(1, *dims, seed=i, dtype=shape.dtype, device=device)
-    q, do = draw(0, S, HQ, width), draw(1, S, HQ, 128)
-    k, v = draw(2, n, shape.G, width), draw(3, n, shape.G, 128)
+    n, span = blocks.num_compressed(37 + shape.lengths[0], 32, 16), Span(COMPRESSED, 32, 16)
+    q, do, k, v = drawn(shape, n, device, width, 128)
     q[..., 0], k[..., 0] = 20.0, -20.0  # every score is lower by 200
+    how = dict(q_start=37)
 
     def run():
         out, lse = span_attention_fwd(q, k, v, span, 0.5, **how)
@@ -849,15 +846,14 @@ def test_chunks_and_deep_scores(shape, width, device):
     with deterministic():
         want = run()
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    how |= dict(l=shape.l, d=shape.d, softmax_scale=0.5)
-    out, _ = reference.compressed_attention(*leaves, **how)
+    out, _ = reference.compressed_attention(*leaves, l=32, d=16, softmax_scale=0.5, **how)
     exact = torch.autograd.grad(out, leaves, do.double())
     for name, ours, theirs, true in zip("qkv", got, want, exact, strict=True):
         error, allowed = ((g.double() - true).norm() for g in (ours, theirs))
         assert error < (1.05 if width == 128 else 1.6) * allowed, (name, error, allowed)
 
 
-def test_nan_stays_where_it_belongs(device):
+def test_nan_stays_where_it_belongs(device, monkeypatch):
     """A NaN reaches what depends on it, and nothing that does not see it. Hopper's kernels take a
     NaN value for one of its key (marked_keys.py): the log-sum-exp of what sees it is NaN too."""
 
@@ -871,11 +867,10 @@ def test_nan_stays_where_it_belongs(device):
 
     with launches.recording() as counts:
         ours = run()
-    assert counts[FORWARD] == 1 and counts[BACKWARD] == 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NSA_USE_GLUON", "0")
-        clear_flags_cache()
-        theirs = run()
+    assert counts[FORWARD] == counts[BACKWARD] == 1
+    monkeypatch.setenv("NSA_USE_GLUON", "0")
+    clear_flags_cache()
+    theirs = run()
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, theirs, strict=True):
         assert torch.equal(a[:2], b[:2]), name
     out, lse = ours[:2]
@@ -954,9 +949,9 @@ def test_both_spans_of_a_chunk(heads, width, window, scale, device):
     torch.testing.assert_close(lse.double(), want_lse.double(), atol=1e-4, rtol=rtol)
 
 
-@pytest.mark.parametrize("window, scale", [
-    *((n, 0.1) for n in (1, 100, 128, 512, 10**9)), (10**9, 3.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "window, scale", [*((n, 0.1) for n in (1, 100, 128, 512, 10**9)), (10**9, 3.0)]
+)
 @pytest.mark.parametrize("heads, width", [
     (1, 128), (2, 128), (4, 64), (8, 128), (16, 128), (64, 64), (16, 192), (2, 192),
 ])  # fmt: skip
@@ -987,11 +982,8 @@ def test_windows_forward(heads, width, window, scale, device):
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=str)
 def test_windows_of_a_chunk(shape, width, window, device):
     """The first keys are seen by no query; dQ alone, added to what there is and in its place."""
-    s, span = shape.lengths[0], Span(SLIDING, window)
-    draw = lambda i, *dims: randn(1, *dims, seed=i, dtype=shape.dtype, device=device)
-    heads, of_v = shape.G * shape.h, min(width, 128)
-    q, do = draw(0, s, heads, width), draw(1, s, heads, of_v)
-    k, v = draw(2, s + 137, shape.G, width), draw(3, s + 137, shape.G, of_v)
+    q, do, k, v = drawn(shape, shape.lengths[0] + 137, device, width, min(width, 128))
+    span = Span(SLIDING, window)
     out, lse = span_attention_fwd(q, k, v, span, 0.1, q_start=137)
     backward = lambda **kw: span_attention_bwd(do, q, k, v, out, lse, span, 0.1, q_start=137, **kw)
     with deterministic():
@@ -1012,20 +1004,16 @@ def test_windows_of_a_chunk(shape, width, window, device):
 def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, width, device):
     """The last tile of a sequence's queries reaches into the next one's."""
     cu, cu_cmp = pack(70, 133, 41)
-    cu_keys = cu_cmp if kind == "compressed" else cu
-    packed = dict(cu_seqlens=cu)
-    rows, keys = cu.tolist(), cu_keys.tolist()
-    q, k, v = (
-        randn(n, h, d, seed=h, dtype=BF16, device=device).requires_grad_()
-        for n, h, d in ((rows[-1], 32, width), (keys[-1], 2, width), (keys[-1], 2, 128))
-    )
+    attend, how = prefill.sliding_attention_triton, dict(window=48)
+    rows = keys = cu.tolist()
+    if kind == "compressed":
+        attend, keys = prefill.compressed_attention_triton, cu_cmp.tolist()
+        how = dict(l=32, d=16, cu_seqlens_cmp=cu_cmp)
+    draw = lambda *dims: randn(*dims, seed=dims[1], dtype=BF16, device=device).requires_grad_()
+    q, k, v = draw(rows[-1], 32, width), draw(keys[-1], 2, width), draw(keys[-1], 2, 128)
 
     def run():
-        if kind == "compressed":
-            how = dict(l=32, d=16, cu_seqlens_cmp=cu_cmp)
-            out, _ = prefill.compressed_attention_triton(q, k, v, **how, **packed)
-        else:
-            out, _ = prefill.sliding_attention_triton(q, k, v, window=48, **packed)
+        out, _ = attend(q, k, v, cu_seqlens=cu, **how)
         with launches.recording() as counts:
             grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         assert counts[BACKWARD] == 1
