@@ -10,7 +10,7 @@ import torch
 from bench.parity import assert_parity
 from nsa import launches, oracle
 from nsa.flags import Flags
-from nsa.kernels.triton_sel_kernel import sel_fwd
+from nsa.kernels.triton_sel_kernel import sel_fwd, selection_ranges_triton
 from nsa.kernels.triton_sel_kernel.in_place import sel_fwd_in_place
 from nsa.kernels.triton_sel_kernel.inputs import units_of_8
 from nsa.kernels.triton_sel_kernel.spans import clean_spans
@@ -119,8 +119,6 @@ def test_ranges(kind, path, kernel_device):
     ranges = make_ranges(kind, 1, 2, 2, 70, 40, device=kernel_device, seed=3)
     x = inputs(HALF, kernel_device, S=2, seed=7)
     if (path, kind) == ("varlen", "empty"):  # no bucket holds a key
-        from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-
         with launches.recording() as launched:
             assert (selection_ranges_triton(*x, ranges, path=path) == 0).all() and not launched
         return
@@ -140,18 +138,18 @@ def test_one_range_per_row_takes_the_dense_kernel(group, kernel_device):
     assert not set(IN_PLACE) & set(launched)
 
 
-def layout(x, name):
-    if name == "bsgd":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    wide = torch.nn.functional.pad(x, (0, 8 if name == "padded" else 3))
-    return wide[..., : x.shape[-1]]
+LAYOUTS = {
+    "bsgd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "padded": lambda x: torch.nn.functional.pad(x, (0, 8))[..., : x.shape[-1]],
+    "odd": lambda x: torch.nn.functional.pad(x, (0, 3))[..., : x.shape[-1]],
+}
 
 
-@pytest.mark.parametrize("name", ["bsgd", "padded", "odd"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_kv_strides(name, kernel_device):
     """K and V are read in place through strides; only what 16-byte loads cannot read is copied."""
     q, k, v = inputs(HALF, kernel_device, seed=11)
-    k, v = layout(k, name), layout(v, name)
+    k, v = map(LAYOUTS[name], (k, v))
     assert not k.is_contiguous()
     assert (units_of_8(k)[0].data_ptr() == k.data_ptr()) == (name != "odd")
     ranges = make_ranges("mixed", 1, 4, 2, 70, 40, device=kernel_device)
