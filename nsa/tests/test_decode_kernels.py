@@ -307,8 +307,8 @@ def test_every_row_has_as_many_blocks_as_it_sees(h, l_sel, way, kernel_device):
     way()
     chosen = caches.run()[1].cpu()
     for n, of_sequence in zip(step.lengths, chosen, strict=True):
-        for token, row in enumerate(of_sequence[:, 0].tolist()):
-            sees = (n - step.T + token) // l_sel + 1
+        for position, row in enumerate(of_sequence[:, 0].tolist(), n - T):
+            sees = position // l_sel + 1
             live = row[: min(sees, step.n_sel)]
             assert live == sorted(set(live)) and 0 <= live[0] and live[-1] < sees
             assert row[len(live) :] == [-1] * (step.n_sel - len(live))

@@ -119,21 +119,17 @@ def test_packed_sequences_too_short_for_any_key(calls):
 
 
 def test_gradients_of_a_pack_match_the_reference(calls):
-    S, l, d = 27, 8, 4
+    S, cmp, win = 27, dict(l=8, d=4), dict(window=6)
     grad_out = randn(1, S, 4, 8, seed=5, dtype=torch.float64)
-    cu = torch.tensor([0, S], dtype=torch.int32)
-    cmp = dict(l=l, d=d)
+    pack = dict(cu_seqlens=torch.tensor([0, S], dtype=torch.int32))
     for run, plain, n in (
-        (lambda *x, **kw: fa2.compressed_fa2(*x, **cmp, **kw)[0],
-         lambda *x: reference.compressed_attention(*x, **cmp)[0], num_compressed(S, l, d)),
-        (lambda *x, **kw: fa2.sliding_fa2(*x, window=6, **kw),
-         lambda *x: reference.sliding_attention(*x, window=6), S),
+        (lambda *x: fa2.compressed_fa2(*(t[0] for t in x), **cmp, **pack)[0][None],
+         lambda *x: reference.compressed_attention(*x, **cmp)[0], num_compressed(S, 8, 4)),
+        (lambda *x: fa2.sliding_fa2(*(t[0] for t in x), **win, **pack)[None],
+         lambda *x: reference.sliding_attention(*x, **win), S),
     ):  # fmt: skip
         inputs = make_qkv(1, S, 4, 2, 8, 8, Skv=n, dtype=torch.float64, seed=3)
-        got = grads(
-            lambda *x, run=run: run(*(t[0] for t in x), cu_seqlens=cu)[None], inputs, grad_out
-        )
-        torch.testing.assert_close(got, grads(plain, inputs, grad_out))
+        torch.testing.assert_close(grads(run, inputs, grad_out), grads(plain, inputs, grad_out))
 
 
 @pytest.mark.parametrize("bad", unseen.BAD)
@@ -316,23 +312,21 @@ def test_a_broken_package_is_tried_in_a_child(body, expected, tmp_path, monkeypa
     assert version is None and reason.startswith(expected)
 
 
-@pytest.mark.parametrize("torch_version, cuda, python, abi, machine, said", [
-    ("2.8.0+cu128", "12.8", "3.12", True, "x86_64",
+@pytest.mark.parametrize("of, machine, said", [
+    (("2.8.0+cu128", "12.8", "3.12", True), "x86_64",
      "fits is flash_attn-2.8.3+cu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl from"),
-    ("2.6.0", "12.4", "3.9.1", False, "x86_64",
+    (("2.6.0", "12.4", "3.9.1", False), "x86_64",
      "fits is flash_attn-2.8.3+cu12torch2.6cxx11abiFALSE-cp39-cp39-linux_x86_64.whl from"),
-    ("2.4.1", "12.4", "3.13", False, "x86_64", "no official wheel for torch 2.4, CUDA 12"),
-    ("2.10.0+cu128", "12.8", "3.12", True, "x86_64", "no official wheel for torch 2.10, CUDA"),
-    ("2.11.0+cu130", "13.0", "3.12", True, "x86_64", "no official wheel for torch 2.11, CUDA"),
-    ("2.8.0+cu129", "12.9", "3.12", True, "aarch64", "no official wheel for torch 2.8, CUDA"),
-    ("2.8.0+cu126", "12.6", "3.14", True, "x86_64", "CUDA 12, Python 3.14 on x86_64: torch's"),
-    ("2.13.0+cpu", None, "3.12", True, "x86_64", "torch 2.13.0+cpu is built without CUDA"),
+    (("2.4.1", "12.4", "3.13", False), "x86_64", "no official wheel for torch 2.4, CUDA 12"),
+    (("2.10.0+cu128", "12.8", "3.12", True), "x86_64", "no official wheel for torch 2.10, CUDA"),
+    (("2.11.0+cu130", "13.0", "3.12", True), "x86_64", "no official wheel for torch 2.11, CUDA"),
+    (("2.8.0+cu129", "12.9", "3.12", True), "aarch64", "no official wheel for torch 2.8, CUDA"),
+    (("2.8.0+cu126", "12.6", "3.14", True), "x86_64", "CUDA 12, Python 3.14 on x86_64: torch's"),
+    (("2.13.0+cpu", None, "3.12", True), "x86_64", "torch 2.13.0+cpu is built without CUDA"),
 ])  # fmt: skip
-def test_a_wheel_is_named_where_one_is_published(
-    torch_version, cuda, python, abi, machine, said, monkeypatch
-):
+def test_a_wheel_is_named_where_one_is_published(of, machine, said, monkeypatch):
     monkeypatch.setattr(fa2_wheels.platform, "machine", lambda: machine)
-    assert said in fa2_wheels.wheel(torch_version, cuda, python, abi)
+    assert said in fa2_wheels.wheel(*of)
 
 
 def test_the_probe_asks_for_this_torch(monkeypatch):
