@@ -51,19 +51,16 @@ def parity(case, got, want, same, counts, kernels):
 
 def caches_at(layer, lengths, max_len, **more):
     """Two equal caches whose sequences hold lengths[b] tokens: random rows, NaN in unused ones."""
-    weight, pair = layer.qkv.weight, []
-    for _ in range(2):
-        cache = NSACache(
-            layer.config, len(lengths), max_len, device=weight.device, dtype=weight.dtype, **more
-        )
+    like = dict(device=layer.qkv.weight.device, dtype=layer.qkv.weight.dtype)
+    pair = [NSACache(layer.config, len(lengths), max_len, **like, **more) for _ in range(2)]
+    for cache in pair:
         for i, name in enumerate(BUFFERS):
             x = getattr(cache, name)
-            x.copy_(randn(*x.shape, seed=i, dtype=weight.dtype, device=x.device))
+            x.copy_(randn(*x.shape, seed=i, **like))
             for b, n in enumerate(lengths):
                 x[b, n:] = float("nan")
         cache.lengths = list(lengths)
         cache.lens.copy_(torch.tensor(lengths))
-        pair.append(cache)
     return pair
 
 
@@ -133,11 +130,9 @@ def test_one_launch_and_what_is_due_are_pytorchs(config, T, end, always, phi, dt
 def test_e4m3_rows_are_those_of_pytorch(config, T, phi, dtype, kernel_device):
     """Numbers beyond 448 descales and NaN among them; where PyTorch's rounding of what is stored
     differs in the last bit of dtype, the next number of e4m3 may be taken."""
-    l, groups, layer = config.l, config.groups, layer_of(config, kernel_device, dtype, phi)
-    scales = {
-        f"{x}_descale": randn(5, groups, seed=i).abs().float().to(kernel_device) + 0.05
-        for i, x in enumerate("kv")
-    }
+    l, layer = config.l, layer_of(config, kernel_device, dtype, phi)
+    draw = lambda i: randn(5, config.groups, seed=i, device=kernel_device).abs() + 0.05
+    scales = dict(k_descale=draw(0), v_descale=draw(1))
     lengths = (0, l - T, 1, 2 * l + config.d + 1 - T, 5 * l - T)
     one, other = caches_at(layer, lengths, 5 * l, kv_cache_dtype="fp8_e4m3", **scales)
     x = tokens(layer, len(lengths), T, seed=4)
@@ -192,10 +187,10 @@ def test_gates_of_the_same_launch(T, hidden, weights, kernel_device):
         assert layer.gate.for_kernel() is None
         torch.testing.assert_close(got, layer.step(x, other), rtol=4e-3, atol=1e-3)
     wide, weight, bias = (y.double() for y in gate)
-    want = torch.sigmoid(F.silu(wide) @ weight.T + bias).unflatten(-1, (SMALL.heads, 3))
+    want = torch.sigmoid(F.silu(wide) @ weight.T + bias).view_as(gates)
     with torch.no_grad():
         same = F.linear(F.silu(gate[0]), *(y.to(x.dtype) for y in gate[1:])).sigmoid()
-    assert gates.dtype == x.dtype
+    assert gates.dtype == x.dtype and gates.shape[2:] == (SMALL.heads, 3)
     parity(f"gates/{wide.shape[-1]}-T{T}", gates, want, same.view_as(gates), counts, [KERNEL])
 
 
@@ -322,10 +317,9 @@ def on_cpu(backend=None, flags=None, max_len=8):
 def test_without_the_policys_leave_pytorch_appends(backend, flags):
     layer, cache, _ = on_cpu()
     never = lambda: pytest.fail("projected for a kernel that is not allowed")
-    q, gates = attention.append_projected(
-        never, cache, layer.phi_k, layer.phi_v, never, backend=backend, flags=flags
-    )
-    assert q is None and gates is None and cache.length == 0
+    args = never, cache, layer.phi_k, layer.phi_v, never
+    found = attention.append_projected(*args, backend=backend, flags=flags)
+    assert found == (None, None) and cache.length == 0
 
 
 REFUSED = RuntimeError("no such instruction")
@@ -377,10 +371,9 @@ def test_a_kernel_that_fails_is_not_tried_again_for_the_next_cache(monkeypatch):
 
     def tries(backend=None, **how):
         before, cache = fails.call_count, layer.make_cache(1, 8, **how)
-        found = attention.append_projected(
-            lambda: torch.zeros(1, 1, sum(SMALL.qkv_widths), dtype=cache.dtype), cache,
-            layer.phi_k, layer.phi_v, backend=backend, flags=layer.flags,
-        )  # fmt: skip
+        qkv = lambda: torch.zeros(1, 1, sum(SMALL.qkv_widths), dtype=cache.dtype)
+        args = qkv, cache, layer.phi_k, layer.phi_v
+        found = attention.append_projected(*args, backend=backend, flags=layer.flags)
         assert found == (None, None) and cache.length == 0
         return fails.call_count - before
 
@@ -393,9 +386,8 @@ def test_a_gradient_is_that_of_prefill_or_refused(needs, kernel_device):
     config = replace(SMALL, l_sel=16)
     layer = layer_of(config, kernel_device)
     cache, like = caches_at(layer, [7], 9)[0], dict(dtype=F16, device=kernel_device)
-    x = dict(
-        q=randn(1, 1, 6, 24, seed=1, **like), gates=randn(1, 1, 6, 3, seed=2, **like).sigmoid()
-    )
+    draw = lambda n: randn(1, 1, 6, n, seed=n, **like)
+    x = dict(q=draw(24), gates=draw(3).sigmoid())
     decode = lambda **how: attention.nsa_decode(x["q"], cache, None, x["gates"], **how)[0]
     cache.fused_step.add((None, TRITON))
     with launches.recording() as fused:

@@ -358,11 +358,10 @@ def test_a_launcher_runs_on_the_device_of_its_first_argument(monkeypatch):
 
 @pytest.mark.kernel
 def test_a_step_of_unaligned_queries_after_aligned_ones_is_right(cuda):
-    like = dict(dtype=torch.float16, device=cuda)
-    keys = [randn(1, n, 2, 32, seed=i, **like) for i, n in enumerate((32, 32, 256, 256, 256, 256))]
-    gates = randn(1, 1, 8, 3, seed=7, **like).sigmoid()
+    draw = lambda i, *shape: randn(*shape, seed=i, dtype=torch.float16, device=cuda)
+    keys = [draw(i, 1, n, 2, 32) for i, n in enumerate((32, 32, 256, 256, 256, 256))]
+    gates, room = draw(7, 1, 1, 8, 3).sigmoid(), draw(8, 8 * 32 + 8)
     lens = torch.tensor([200], dtype=torch.int32, device=cuda)
-    room = randn(8 * 32 + 8, seed=8, **like)
     sizes = dict(l=16, d=8, l_sel=16, n_sel=4, n_init=1, n_local=2, window=32, max_len=256)
     step = lambda q: nsa_decode_triton(q, *keys, gates, lens, **sizes)
     for at in (0, 1, 0, 8, 1):
