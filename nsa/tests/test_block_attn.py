@@ -74,14 +74,12 @@ def test_unions_agree_with_single_queries(case, kind, device, monkeypatch):
     leave_out(lists, mine)
     out, dq = torch.full_like(want["out"], math.nan), torch.full_like(x.q, math.nan)
     lse = torch.full_like(want["lse"], math.nan)
-    arch = arch_of(x.q.device)
-    unions_triton.union_attention_fwd(
-        x.q, x.k, x.v, x.by, lists, out, lse, unions_triton.fwd_tiles(arch, case.D, case.Dv)
-    )
+    sizes, given = (arch_of(x.q.device), case.D, case.Dv), (x.q, x.k, x.v, x.by, lists)
+    unions_triton.union_attention_fwd(*given, out, lse, unions_triton.fwd_tiles(*sizes))
     delta = (want["out"].float() * x.do.float()).sum(-1)
     unions_triton.union_attention_dq(
-        x.do, x.q, x.k, x.v, x.by, lists, want["lse"], delta, dq, accumulate=False,
-        tiles=unions_triton.dq_tiles(arch, case.D, case.Dv), dq_scale=x.how["softmax_scale"],
+        x.do, *given, want["lse"], delta, dq, accumulate=False,
+        tiles=unions_triton.dq_tiles(*sizes), dq_scale=x.how["softmax_scale"],
     )  # fmt: skip
     tol = 4e-3 if case.dtype == F16 else 3e-2
     for got, full in ((out, want["out"]), (dq, want["dq"]), (lse[..., None], want["lse"])):
@@ -311,6 +309,5 @@ def test_dq_is_added_without_the_softmax_scale(case, kind, device, monkeypatch):
         with deterministic(kernels is TWO_PASSES):
             (got, *_), counts = gradients(x, dq)
         assert kernels - {"_round_kernel"} <= set(counts) and got is dq
-        cases.close_gradients(
-            [(dq - 3.0) * x.how["softmax_scale"]], [want], cases.GRADIENTS[case.dtype]
-        )
+        added = (dq - 3.0) * x.how["softmax_scale"]
+        cases.close_gradients([added], [want], cases.GRADIENTS[case.dtype])

@@ -29,7 +29,7 @@ def check(found, n_init, n_local, n_sel, own):
 
 
 @pytest.mark.parametrize(
-    "forced, tokens", [*((forced, 1201) for forced in FORCED), (FORCED[3], 1700)], ids=str
+    "forced, tokens", [*((x, 1201) for x in FORCED), (FORCED[3], 1700)], ids=str
 )
 def test_prefill(forced, tokens, kernel_device):
     q, k = inputs(num_compressed(tokens, 4, 4), kernel_device)
@@ -72,6 +72,4 @@ def test_fewer_blocks_than_the_forced_ones_are_refused(kernel_device):
         select_blocks_triton(q, k, torch.zeros(1, 1, 1, device=kernel_device), q_start=39, **sizes)
     lens = torch.tensor([10], dtype=torch.int32, device=kernel_device)
     with refused:
-        nsa_decode_triton(
-            q, *[k] * 6, torch.ones_like(q[..., :3]), lens, window=4, max_len=10, **sizes
-        )
+        nsa_decode_triton(q, *[k] * 6, q[..., :3], lens, window=4, max_len=10, **sizes)

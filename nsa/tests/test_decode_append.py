@@ -337,9 +337,8 @@ def test_a_kernel_that_fails(kernel, backend, error, hidden, monkeypatch, capsys
     """It served before. Told and not tried again, unless it is an error that no fallback may hide
     or the backend was asked for by name."""
     pytest.importorskip("triton")
-    layer, cache, plain = on_cpu(
-        backend, TRITON if backend else Flags(debug_log=kernel == "append")
-    )
+    flags = TRITON if backend else Flags(debug_log=kernel == "append")
+    layer, cache, plain = on_cpu(backend, flags)
     x, fails = randn(1, 1, 24, seed=2), mock.Mock(side_effect=error)
     if kernel == "append":
         monkeypatch.setattr(APPEND, fails)

@@ -296,12 +296,10 @@ FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "programs, max_len, changed",
-    # One of three shows what does not compile, and all of them whether a rare one still fits.
-    [pytest.param(*f, marks=[pytest.mark.nightly] * bool(i % 3)) for i, f in enumerate(FORMS)],
-    ids=str,
-)
+# One of three shows what does not compile, and all of them whether a rare one still fits.
+@pytest.mark.parametrize("programs, max_len, changed", [
+    pytest.param(*f, marks=[pytest.mark.nightly] * bool(i % 3)) for i, f in enumerate(FORMS)
+], ids=str)  # fmt: skip
 def test_every_form_compiles_and_fits(programs, max_len, changed):
     """By NVRTC, for sm_90; cluster.cu itself holds its memory against what cluster.py counts."""
     p = plan_of(programs, max_len=max_len, **changed)

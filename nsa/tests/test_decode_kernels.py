@@ -181,9 +181,8 @@ class Caches:
             take = lambda x, b=b: x[b : b + 1].to(where, dtype)
             rows = lambda pair, m, take=take: [take(x)[:, :m] for x in pair]
             q, start = take(self.q), n - s.T
-            cmp, _ = lib.compressed_attention(
-                q, *rows(self.cmp, num_compressed(n, s.l, s.d)), l=s.l, d=s.d, q_start=start
-            )
+            k_v, how = rows(self.cmp, num_compressed(n, s.l, s.d)), dict(l=s.l, d=s.d)
+            cmp, _ = lib.compressed_attention(q, *k_v, **how, q_start=start)
             blocks = indices[b : b + 1].to(where)
             if small:
                 spans = oracle.blocks_to_ranges(blocks, s.l_sel, start)
@@ -365,9 +364,7 @@ def test_a_team_chooses_and_merges_as_launches_do(kernel_device, tune):
     torch.testing.assert_close(again, out, rtol=1e-3, atol=1e-3)
 
 
-def test_where_a_team_does_not_fit_the_step_takes_several_launches(
-    kernel_device, tune, monkeypatch
-):
+def test_where_no_team_fits_the_step_takes_several_launches(kernel_device, tune, monkeypatch):
     caches = Caches(Step((45,), G=1), kernel_device)
     want = caches.run()
     tune(LEAST_TEAM=2, TEAM_PER_SM=64)

@@ -51,9 +51,8 @@ def calls(monkeypatch):
         assert cu_q[-1] <= len(q) and cu_k[-1] <= len(k)
         assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
         spans = zip(*(pairwise(cu.tolist()) for cu in (cu_q, cu_k)), strict=True)
-        parts = [
-            _one(q[a:b], k[c:e], v[c:e], scale, causal, left) for (a, b), (c, e) in spans if a < b
-        ]
+        one = lambda a, b, c, e: _one(q[a:b], k[c:e], v[c:e], scale, causal, left)
+        parts = [one(*of_q, *of_k) for of_q, of_k in spans if of_q[0] < of_q[1]]
         outs, lses = [p[0] for p in parts], [p[1].T for p in parts]
         rest = q.new_full((len(q) - cu_q[-1], *outs[0].shape[1:]), math.nan)  # what memory held
         return torch.cat([*outs, rest]), torch.cat([*lses, rest[..., 0]]).detach()

@@ -139,7 +139,7 @@ def test_what_they_do_not_take_stays_where_it_was(how, forward, backward, blocks
     assert (on_hopper.backward(q, k, v, do) is not None) == backward
 
 
-@pytest.mark.parametrize("how, n_sel, block_size, scale, serves", [
+@pytest.mark.parametrize("how, n_sel, size, scale, serves", [
     (dict(hq=32), 16, 64, 0.1, True), (dict(hq=18), 128, 64, 0.1, True),
     (dict(hq=32, d=64, dv=64), 16, 64, 0.1, True),
     (dict(hq=32, dtype=F16), 1, 64, 1.0, True),
@@ -158,11 +158,9 @@ def test_what_they_do_not_take_stays_where_it_was(how, forward, backward, blocks
     (dict(hq=8, S=6080), 16, 64, 0.1, False), (dict(hq=8, S=6144), 65, 64, 0.1, False),
     (dict(hq=8, S=6144, dtype=F16), 16, 64, 0.1, False),
 ])  # fmt: skip
-def test_which_selections_share_their_reads(
-    how, n_sel, block_size, scale, serves, asked, on_hopper
-):
+def test_which_selections_share_their_reads(how, n_sel, size, scale, serves, asked, on_hopper):
     q, k, v, _ = tensors(**how)
-    found = on_hopper.block_forward(q, k, v, n_sel, block_size, scale, k.shape[1])
+    found = on_hopper.block_forward(q, k, v, n_sel, size, scale, k.shape[1])
     assert (found is not None) == serves
 
 
@@ -469,11 +467,8 @@ def test_attention_chooses_as_good_blocks(heads, b, start, s, kind, device, monk
     for at in range(0, s, 97):
         n_blocks = blocks.num_sel_blocks(start + s, 64)
         sums = block_sums(q[:, at : at + 1], k_cmp, 128**-0.5, start + at, n_blocks)[0][:, :, 0]
-        mine, best = (
-            (sums.gather(2, x[:, at].long().clamp(min=0)) * (x[:, at] >= 0)).sum(2)
-            for x in (got, want)
-        )
-        assert (mine >= best * 0.9995).all()
+        sum_of = lambda x, sums=sums: (sums.gather(2, x.clamp(min=0).long()) * (x >= 0)).sum(2)
+        assert (sum_of(got[:, at]) >= sum_of(want[:, at]) * 0.9995).all()
 
 
 def test_a_nan_query_changes_no_other_score(device):
@@ -935,9 +930,8 @@ def test_both_spans_of_a_chunk(heads, width, window, scale, device):
     keys = [draw(2 + i, n, 2) for i, n in enumerate((n_cmp, n_cmp, start + s, start + s))]
     spans = Span(COMPRESSED, 32, 16), Span(SLIDING, window)
     with launches.recording() as counts:
-        out, lse = span_pair_fwd_hopper(
-            q, *keys, gates, *spans, scale, q_start=start, win_start=start
-        )
+        at = dict(q_start=start, win_start=start)
+        out, lse = span_pair_fwd_hopper(q, *keys, gates, *spans, scale, **at)
     assert counts[PAIR] == 1
     wide, k_cmp, v_cmp, k, v, g = (x.double() for x in (q, *keys, gates))
     how = dict(q_start=start, softmax_scale=scale)
@@ -990,10 +984,8 @@ def test_windows_of_a_chunk(shape, width, window, device):
         want = backward()
     with launches.recording() as counts:
         cases.close_gradients(backward(), want, 1e-2)
-        added, written = (
-            backward(dq=torch.full(q.shape, 3.0, device=device), first=first)[0]
-            for first in (False, True)
-        )
+        full = lambda: torch.full(q.shape, 3.0, device=device)
+        added, written = backward(dq=full())[0], backward(dq=full(), first=True)[0]
     assert counts[BACKWARD] == 3
     cases.close_gradients([(added - 3.0) * 0.1], want, 1e-2)
     cases.close_gradients([written * 0.1], want, 1e-2)

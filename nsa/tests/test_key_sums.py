@@ -236,9 +236,7 @@ def test_every_column_has_a_scale(case, device, monkeypatch):
 
 @pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[4]], ids=str)
-def test_rows_far_below_what_is_typical_are_left_to_the_other_kernel(
-    case, apart, device, monkeypatch
-):
+def test_rows_far_below_others_are_left_to_the_other_kernel(case, apart, device, monkeypatch):
     """One sequence has values 2**22 times those of the others: what fp16 keeps of these is of no
     use. Without that nothing is left."""
     begin = sum(case.lengths[: case.lengths.index(max(case.lengths))]) if case.packed else 1

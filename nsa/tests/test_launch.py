@@ -296,9 +296,7 @@ class ClearedByAnother(dict):
         return self.get(key) is not None
 
 
-def test_a_memory_that_another_thread_clears_never_makes_triton_compile_for_an_address(
-    driver, monkeypatch
-):
+def test_nothing_is_compiled_for_an_address_when_another_thread_clears(driver, monkeypatch):
     monkeypatch.setattr(module, "_made", ClearedByAnother())
     kernel, x = FakeKernel(), torch.zeros(64, dtype=torch.float16)
     for _ in range(4):
@@ -400,7 +398,12 @@ def test_a_layer_works_on_a_card_that_is_not_the_current_one(cuda):
 
 @pytest.mark.parametrize("gluon", [False, True])
 def test_descriptors_are_those_that_triton_makes(gluon):
-    """Also from the second on, which Triton does not check; one form is not taken for another."""
+    """Layouts, too, and from the second on, which Triton does not check; one form is not taken for
+    another."""
+    from triton.experimental.gluon import language as gl
+
+    for sizes in ((128, 16, 2), (0, 32, 1)):
+        assert repr(row_tiles.shared_layout(*sizes)) == repr(gl.NVMMASharedLayout(*sizes))
     layout = row_tiles.shared_layout(128, 16, 2) if gluon else None
     more = () if layout is None else (layout,)
     row_tiles._forms.clear()
@@ -417,13 +420,6 @@ def test_descriptors_are_those_that_triton_makes(gluon):
     for _ in range(2):
         with pytest.raises(AssertionError, match="16-byte aligned"):
             row_tiles.descriptor(torch.zeros(24 * 64 + 1).half()[1:].view(24, 64), (8, 64), layout)
-
-
-def test_a_layout_has_the_name_of_tritons():
-    from triton.experimental.gluon import language as gl
-
-    for sizes in ((128, 16, 2), (0, 32, 1)):
-        assert repr(row_tiles.shared_layout(*sizes)) == repr(gl.NVMMASharedLayout(*sizes))
 
 
 def test_keys_of_compiled_kernels_do_not_depend_on_what_came_before(monkeypatch):

@@ -27,16 +27,14 @@ double.register_fake(lambda x, n: (torch.empty_like(x), x.new_empty(())))
 double_bwd.register_fake(lambda grad, n: torch.empty_like(grad))
 
 
-def _context(ctx, inputs, output):
+def keep(ctx, inputs, output):
     ctx.save_for_backward(inputs[0])
     ctx.n = inputs[1]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-double.register_autograd(
-    lambda ctx, grad, _: (double_bwd(grad, ctx.n), None), setup_context=_context
-)
+double.register_autograd(lambda ctx, dy, _: (double_bwd(dy, ctx.n), None), setup_context=keep)
 
 
 seen: list[str] = []

@@ -99,9 +99,8 @@ def test_what_serves_a_settled_pack_goes_by_its_own_ends(kernel_device):
     )  # fmt: skip
     again, cu = rungs.prefill_again(args, TRITON), ends_of((16, 16), kernel_device)
     gates[32:] = math.nan
-    want = nsa.nsa_attention(
-        *xs, gates, **SIZES, **KERNELS, softmax_scale=0.25, cu_seqlens=cu, max_seqlen=30
-    )
+    how = dict(SIZES, **KERNELS, softmax_scale=0.25, max_seqlen=30)
+    want = nsa.nsa_attention(*xs, gates, **how, cu_seqlens=cu)
     assert torch.equal(again(*xs, gates, cu), want) and not want[32:].any()
 
 
@@ -153,9 +152,8 @@ def test_max_seqlen_is_a_bound_for_the_choice_of_blocks_alone(kernel_device):
     assert torch.equal(choose(1 << 20), chosen)
     with pytest.raises(RuntimeError, match="max_seqlen must be at least the longest.*got 36"):
         choose(36)
-    attend = lambda n: prefill.selection_blocks_triton(
-        q, k, v, chosen, block_size=16, cu_seqlens=cu, max_seqlen=n
-    )
+    given = dict(block_size=16, cu_seqlens=cu)
+    attend = lambda n: prefill.selection_blocks_triton(q, k, v, chosen, **given, max_seqlen=n)
     assert torch.equal(attend(1), attend(37))
 
 
@@ -303,9 +301,8 @@ def test_blocks_after_the_query_or_past_the_sequence_are_nobodys(kernel_device):
 
     def run(chosen):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = prefill.selection_blocks_triton(
-            *leaves, chosen, block_size=16, cu_seqlens=cu, max_seqlen=50
-        )
+        how = dict(block_size=16, cu_seqlens=cu, max_seqlen=50)
+        out = prefill.selection_blocks_triton(*leaves, chosen, **how)
         return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     kept[-1] = -1

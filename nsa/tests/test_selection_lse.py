@@ -157,9 +157,8 @@ def test_the_lse_alone_the_output_alone_and_once_more(by, kernel_device):
     for i, cotangents in enumerate([(x.dout, x.dlse * 0), (x.dout * 0, x.dlse)]):
         got = torch.autograd.grad(attend(return_lse=True)[i], x.x, cotangents[i])
         for name, g, w in zip("qkv", got, x.true(*cotangents)[2:], strict=True):
-            torch.testing.assert_close(
-                g.double().cpu(), w, atol=4e-3, rtol=4e-3, msg=lambda m, n=name: f"d{n}: {m}"
-            )
+            how = dict(atol=4e-3, rtol=4e-3, msg=lambda m, n=name: f"d{n}: {m}")
+            torch.testing.assert_close(g.double().cpu(), w, **how)
 
 
 def test_counts_of_blocks():
@@ -202,9 +201,8 @@ def test_lse_has_a_gradient_under_torch_func():
 
 def test_merged_halves_are_the_whole_forward_and_backward():
     x, (_, clean) = Problem("mixed"), rough_blocks()
-    attend = lambda blocks: nsa.selection_attention(
-        *x.x, blocks, block_size=SIZE, backend="reference", return_lse=True
-    )
+    how = dict(block_size=SIZE, backend="reference", return_lse=True)
+    attend = lambda blocks: nsa.selection_attention(*x.x, blocks, **how)
     halves = [attend(clean.masked_fill(clean % 2 != odd, -1)) for odd in (0, 1)]
     want, got = attend(clean), nsa.merge_state(*halves[0], *halves[1])
     neither = want[1].isinf()
@@ -262,9 +260,8 @@ def test_lse_and_its_gradient_at_a_models_sizes(repeats, cuda):
     dlse = 100 * randn(1, 1000, 64, seed=6, device=cuda)
 
     def run(backend, x):
-        out, lse = nsa.selection_attention(
-            *x, blocks, block_size=64, backend=backend, flags=FLAGS, return_lse=True
-        )
+        how = dict(block_size=64, backend=backend, flags=FLAGS, return_lse=True)
+        out, lse = nsa.selection_attention(*x, blocks, **how)
         unseen = lse.isinf()
         cotangents = dout.to(out.dtype), dlse.to(lse.dtype).masked_fill(unseen, 0)
         grads = torch.autograd.grad([out, lse], x, cotangents)

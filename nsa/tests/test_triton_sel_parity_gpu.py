@@ -162,9 +162,8 @@ def test_triton_wrapper_parity_multirange_small_gpu(cuda):
         for path in (None, "ranges", "varlen"):
             if (kind, path) == ("empty", "varlen"):
                 continue  # nothing to launch
-            run = lambda *x, r=ranges, p=path: sel.selection_attention_triton(
-                *x, r, path=p, flags=flags
-            )
+            how = dict(ranges=ranges, path=path, flags=flags)
+            run = lambda *x, how=how: sel.selection_attention_triton(*x, **how)
             check(f"wrapper-{kind}-{path}", x, ranges, run=run)
 
 

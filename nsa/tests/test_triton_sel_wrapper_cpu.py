@@ -118,13 +118,9 @@ def test_what_a_call_by_blocks_logs(kernel_device, capfd):
     kw = {"dtype": torch.float16, "device": kernel_device}
     q, k = randn(1, 2, 2, 16, seed=1, **kw), randn(1, 41, 1, 16, seed=2, **kw)
     blocks = torch.tensor([0, 2], dtype=torch.int32, device=kernel_device).expand(1, 2, 1, 2)
-    flags = Flags(
-        debug_log=True, debug_timing=True, debug_shapes=True, debug_compare=True,
-        triton_sel_force=True,
-    )  # fmt: skip
-    nsa.selection_attention(
-        q, k, k, blocks, block_size=16, q_start=39, backend="triton", flags=flags
-    )
+    debug = dict.fromkeys(["debug_log", "debug_timing", "debug_shapes", "debug_compare"], True)
+    how = dict(backend="triton", flags=Flags(triton_sel_force=True, **debug))
+    nsa.selection_attention(q, k, k, blocks, block_size=16, q_start=39, **how)
     tags = "reads", "path", "bucket_timing", "shapes", "compare"
     found = logged(capfd, *(f"sel.triton.{tag}" for tag in tags))
     (reads,), (path,), (timing,), (_,), (_,) = found
