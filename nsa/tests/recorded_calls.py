@@ -35,10 +35,8 @@ class Seen:
         self.launches: list[tuple[str, list[Any]]] = []
         self.storages: dict[int, Any] = {}
 
-    def add(self, name: str, args: tuple) -> None:
-        self.launches.append((name, [self._argument(x) for x in args]))
-
-    def _argument(self, x: Any) -> Any:
+    def argument(self, x: Any) -> Any:
+        """(memory, offset) of a tensor, or of a descriptor's."""
         x = getattr(x, "base", x) if hasattr(x, "kind") else x
         if not isinstance(x, Tensor):
             return x
@@ -59,12 +57,11 @@ def in_order(launches: list[tuple[str, list[Any]]]) -> list[tuple[str, list[Any]
 def of_record(record: Any) -> list[tuple[str, list[Any]]]:
     """The launches of a record, with (memory, offset) for what has an address."""
     found = []
-    for step in record.steps:
-        if hasattr(step, "made"):
-            args = list(step.args)
-            for at, place in [*step.places, *step.descriptors]:
-                args[at] = (place.memory, place.offset)
-            found.append((step.name, args))
+    for step in [x for x in record.steps if hasattr(x, "made")]:
+        args = list(step.args)
+        for at, place in [*step.places, *step.descriptors]:
+            args[at] = (place.memory, place.offset)
+        found.append((step.name, args))
     return found
 
 
@@ -90,7 +87,7 @@ def main(arch: int) -> None:
 
     def watched(kernel: Any, args: tuple, constants: dict, alike: bool) -> Any:
         if now:
-            now[-1].add(kernel.__name__, args)
+            now[-1].launches.append((kernel.__name__, [now[-1].argument(x) for x in args]))
         return key(kernel, args, constants, alike)
 
     class Watched(recorder):  # type: ignore[misc, valid-type]

@@ -64,13 +64,10 @@ def gradients(run: Callable, tensors: Sequence[Tensor], grad_out: Tensor | None)
         return [run(*tensors)]
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     out = run(*leaves)
-    grads = (
-        torch.autograd.grad(out, leaves, grad_out.to(out.dtype), allow_unused=True)
-        if out.requires_grad else [None] * len(leaves)
-    )  # fmt: skip
-    return [out.detach()] + [
-        torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)
-    ]
+    if not out.requires_grad:
+        return [out, *map(torch.zeros_like, tensors)]
+    grad_out = grad_out.to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out, materialize_grads=True)]
 
 
 def check(

@@ -63,14 +63,13 @@ def test_backward_parity_long_lists_are_split(kind, size, parts, kernel_device, 
 
     def small_chunks(*args):
         lists = real(*args[:-1], size)
-        seen.append((lists.item_begin[1:] - lists.item_begin[:-1]).max().item())
+        seen.append(lists.item_begin.diff().max().item())
         return lists
 
     monkeypatch.setattr(sel_bwd, "key_lists", small_chunks)
     ranges = make_ranges(kind, 1, 19, 1, 70, 65, device=kernel_device)
-    first, again = (
-        run("bwd-split", torch.float32, ranges, kernel_device, S=19, G=1) for _ in range(2)
-    )
+    call = lambda: run("bwd-split", torch.float32, ranges, kernel_device, S=19, G=1)
+    first, again = call(), call()
     assert seen[0] == parts, f"19 rows in items of {size}"
     torch.testing.assert_close(first, again, rtol=0, atol=0)  # bitwise repeatable
 

@@ -58,16 +58,10 @@ def rows_of(x: Tensor, case: Case, queries: int) -> Tensor:
     return known.view(-1, queries, case.G, case.h).permute(0, 2, 1, 3).flatten(2)
 
 
-@pytest.mark.parametrize(
-    "case, kind",
-    [
-        pytest.param(c, kind, marks=[CORE] if i == 3 else [])
-        for i, c in enumerate(UNIONS)
-        for kind in ("random", "clustered", "ragged")
-        if kind == "ragged" or i == 3
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case, kind", [
+    *(pytest.param(UNIONS[3], kind, marks=CORE) for kind in ("random", "clustered", "ragged")),
+    *((c, "ragged") for c in UNIONS[:3] + UNIONS[4:]),
+], ids=str)  # fmt: skip
 def test_unions_agree_with_single_queries(case, kind, device, monkeypatch):
     """Every third tile is left out: NaN stays in its rows and nowhere else."""
     x = Problem(case, kind, device, monkeypatch)
@@ -80,37 +74,27 @@ def test_unions_agree_with_single_queries(case, kind, device, monkeypatch):
     leave_out(lists, mine)
     out, dq = torch.full_like(want["out"], math.nan), torch.full_like(x.q, math.nan)
     lse = torch.full_like(want["lse"], math.nan)
-    arch = arch_of(x.q.device)
-    unions_triton.union_attention_fwd(
-        x.q, x.k, x.v, x.by, lists, out, lse, unions_triton.fwd_tiles(arch, case.D, case.Dv)
-    )
+    sizes, given = (arch_of(x.q.device), case.D, case.Dv), (x.q, x.k, x.v, x.by, lists)
+    unions_triton.union_attention_fwd(*given, out, lse, unions_triton.fwd_tiles(*sizes))
     delta = (want["out"].float() * x.do.float()).sum(-1)
     unions_triton.union_attention_dq(
-        x.do, x.q, x.k, x.v, x.by, lists, want["lse"], delta, dq, accumulate=False,
-        tiles=unions_triton.dq_tiles(arch, case.D, case.Dv), dq_scale=x.how["softmax_scale"],
+        x.do, *given, want["lse"], delta, dq, accumulate=False,
+        tiles=unions_triton.dq_tiles(*sizes), dq_scale=x.how["softmax_scale"],
     )  # fmt: skip
     tol = 4e-3 if case.dtype == F16 else 3e-2
     for got, full in ((out, want["out"]), (dq, want["dq"]), (lse[..., None], want["lse"])):
         written = rows_of(got, case, lists.queries)
         assert torch.equal(written.all(-1), mine) and torch.equal(written.any(-1), mine)
-        full = full.view_as(got)
         rows = ~got.isnan()
-        scale = max(1.0, full[rows].nan_to_num(neginf=0.0).abs().max().item())
-        torch.testing.assert_close(
-            got[rows].float(), full[rows].float(), rtol=tol, atol=tol * scale
-        )
+        a, b = got[rows].float(), full.view_as(got)[rows].float()
+        size = max(1.0, b.nan_to_num(neginf=0.0).abs().max().item())
+        torch.testing.assert_close(a, b, rtol=tol, atol=tol * size)
 
 
-@pytest.mark.parametrize(
-    "case, kind, share",
-    [
-        (PACKED, "ragged", None),  # tiles over a border are singles
-        (UNIONS[3], "ragged", None),
-        (UNIONS[3], "clustered", ALWAYS),
-        (UNIONS[3], "random", NEVER),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case, kind, share", [
+    (PACKED, "ragged", None),  # tiles over a border are singles
+    (UNIONS[3], "ragged", None), (UNIONS[3], "clustered", ALWAYS), (UNIONS[3], "random", NEVER),
+], ids=str)  # fmt: skip
 def test_unions_serve_the_whole_operator(case, kind, share, device, monkeypatch):
     """Each query is served by one of the two kernels, and results repeat bitwise."""
     x = Problem(case, kind, device, monkeypatch)
@@ -130,10 +114,9 @@ def test_unions_serve_the_whole_operator(case, kind, share, device, monkeypatch)
 @pytest.mark.parametrize("case", [CHOICE, CHOICE_GPU], ids=str)
 def test_each_tile_takes_the_path_that_pays(case, device, monkeypatch):
     """Choices that agree go as unions; choices that differ in every query do not."""
-    problem = lambda kind: Problem(case, kind, device, monkeypatch)
-    share = lambda kind: (problem(kind).lists(None).state[..., 0] >= 0).float().mean()
-    assert share("clustered") == 1
-    assert share("random") < 0.2
+    lists = lambda kind: Problem(case, kind, device, monkeypatch).lists(None)
+    share = lambda kind: (lists(kind).state[..., 0] >= 0).float().mean()
+    assert share("clustered") == 1 and share("random") < 0.2
 
 
 @pytest.mark.parametrize("case", [PACKED], ids=str)
@@ -166,21 +149,16 @@ TILED = UNIONS[1], PACKED, Case((1000,), G=4, h=4, q_start=70, **BIG)
 @pytest.fixture
 def key_tiles(monkeypatch):
     """Any number of pairs and any length will do, and queries go in slabs of a few dozen."""
-    monkeypatch.setattr(fwd_by_keys_triton, "ALIKE", -1)
-    monkeypatch.setattr(fwd_by_keys_triton, "MIN_PAIRS", 1)
-    monkeypatch.setattr(fwd_by_keys_triton, "MIN_PAIRS_PER_TILE", 0)
-    monkeypatch.setattr(
-        fwd_by_keys_triton, "slab_tokens", lambda row_bytes, _: 29 if row_bytes < 2000 else 300
-    )
+    slabs = lambda row_bytes, _: 29 if row_bytes < 2000 else 300
+    any_will_do = dict(ALIKE=-1, MIN_PAIRS=1, MIN_PAIRS_PER_TILE=0, slab_tokens=slabs)
+    for name, value in any_will_do.items():
+        monkeypatch.setattr(fwd_by_keys_triton, name, value)
 
 
-@pytest.mark.parametrize(
-    "shape, kind",
-    [(TILED_SHAPES[0], kind) for kind in ("random", "one_block", "all", "own_only")]
-    + [(shape, "ragged") for shape in TILED_SHAPES[1:4]]
-    + [pytest.param(shape, "ragged", marks=CORE) for shape in TILED_SHAPES[4:]],
-    ids=str,
-)
+@pytest.mark.parametrize("shape, kind", [
+    *((TILED_SHAPES[0], kind) for kind in ("random", "one_block", "all", "own_only")),
+    *(pytest.param(s, "ragged", marks=[CORE] * s.big) for s in TILED_SHAPES[1:]),
+], ids=str)  # fmt: skip
 def test_key_tiles_against_the_oracle(shape, kind, device, key_tiles, monkeypatch):
     monkeypatch.setattr(union_lists, "SHARE", {("fwd_outer", 90): NEVER})
     monkeypatch.setattr(union_lists, "OTHER_SHARE", NEVER)
@@ -196,18 +174,10 @@ def by_tiles(x: Problem, share: int | None = NEVER):
     return out, lse, counts
 
 
-@pytest.mark.parametrize(
-    "case, kind, share",
-    [
-        (TILED[0], "clustered", ALWAYS),
-        (TILED[0], "random", NEVER),
-        (TILED[1], "ragged", None),
-        (TILED[2], "ragged", None),
-        (TILED[2], "clustered", ALWAYS),
-        (TILED[2], "random", NEVER),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case, kind, share", [
+    (TILED[0], "clustered", ALWAYS), (TILED[0], "random", NEVER), (TILED[1], "ragged", None),
+    (TILED[2], "ragged", None), (TILED[2], "clustered", ALWAYS), (TILED[2], "random", NEVER),
+], ids=str)  # fmt: skip
 def test_beside_unions_and_without_is_the_same(case, kind, share, device, key_tiles, monkeypatch):
     x = Problem(case, kind, device, monkeypatch)
     *got, counts = by_tiles(x, share)
@@ -223,14 +193,9 @@ def test_beside_unions_and_without_is_the_same(case, kind, share, device, key_ti
 def test_blocks_past_the_sequence_hold_no_key(case, device, key_tiles, monkeypatch):
     """No key tile writes a partial output for them: whatever is there, none may be merged."""
     x = Problem(case, "ragged", device, monkeypatch)
+    # Not NaN as in every other test, which would send the tile again, query by query.
     make = torch.empty
-
-    def finite(*args, **kwargs):
-        """Not NaN as in every other test, which would send the tile again, query by query."""
-        tensor = make(*args, **kwargs)
-        return tensor.fill_(3) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", finite)
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: make(*a, **kw).nan_to_num_(3))
     want, want_lse, _ = by_tiles(x)
     x.blocks = x.blocks.masked_fill(x.blocks < 0, 1 << 20)
     got, lse, counts = by_tiles(x)
@@ -248,12 +213,10 @@ def test_values_past_the_range_of_16_bits_survive(case, device, key_tiles, monke
     torch.testing.assert_close(large.float() * 2.0**-100, small.float(), rtol=1e-2, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "case, by",
-    [(Case((26,), G=1, h=4, n_sel=5, q_start=104), "unions"), (CHOICE_GPU, "unions"),
-     (TILED[0], "key_tiles"), (TILED[2], "key_tiles")],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("case, by", [
+    (Case((26,), G=1, h=4, n_sel=5, q_start=104), "unions"), (CHOICE_GPU, "unions"),
+    (TILED[0], "key_tiles"), (TILED[2], "key_tiles"),
+], ids=str)  # fmt: skip
 def test_keys_that_a_query_did_not_choose_stay_out(case, by, device, request, monkeypatch):
     """0 * NaN, of keys past a query in its own block and of blocks that others chose: tiles over
     such keys go again, one by one."""
@@ -318,11 +281,9 @@ def gradients(x: Problem, dq: Tensor | None = None):
     return x.backward(dq, use_gluon=False)
 
 
-@pytest.mark.parametrize(
-    "case, kind",
-    [pytest.param(*c, marks=[CORE] if i == 5 else []) for i, c in enumerate(ONE_PASS)],
-    ids=str,
-)
+@pytest.mark.parametrize("case, kind", [
+    pytest.param(*c, marks=[CORE] * (i == 5)) for i, c in enumerate(ONE_PASS)
+], ids=str)  # fmt: skip
 def test_one_pass_agrees_with_two(case, kind, device, monkeypatch):
     x = Problem(case, kind, device, monkeypatch)
     got, counts = gradients(x)
@@ -348,6 +309,5 @@ def test_dq_is_added_without_the_softmax_scale(case, kind, device, monkeypatch):
         with deterministic(kernels is TWO_PASSES):
             (got, *_), counts = gradients(x, dq)
         assert kernels - {"_round_kernel"} <= set(counts) and got is dq
-        cases.close_gradients(
-            [(dq - 3.0) * x.how["softmax_scale"]], [want], cases.GRADIENTS[case.dtype]
-        )
+        added = (dq - 3.0) * x.how["softmax_scale"]
+        cases.close_gradients([added], [want], cases.GRADIENTS[case.dtype])

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.kernel
 FORCED = [(1, 2, 3), (1, 150, 152), (1, 210, 220), (30, 200, 231), (0, 300, 300)]
 
 
-def inputs(tokens, device):
-    n_cmp = num_compressed(tokens, 4, 4)
-    make = lambda seed, *shape: randn(*shape, seed=seed, dtype=torch.float16, device=device)
-    return make(0, 1, 1, 1, 16), make(1, 1, n_cmp, 1, 16)
+def inputs(n_cmp, device):
+    """A query and compressed keys."""
+    make = lambda seed, n: randn(1, n, 1, 16, seed=seed, dtype=torch.float16, device=device)
+    return make(0, 1), make(1, n_cmp)
 
 
 def check(found, n_init, n_local, n_sel, own):
@@ -29,10 +29,10 @@ def check(found, n_init, n_local, n_sel, own):
 
 
 @pytest.mark.parametrize(
-    "forced, tokens", [*((forced, 1201) for forced in FORCED), (FORCED[3], 1700)], ids=str
+    "forced, tokens", [*((x, 1201) for x in FORCED), (FORCED[3], 1700)], ids=str
 )
 def test_prefill(forced, tokens, kernel_device):
-    q, k = inputs(tokens, kernel_device)
+    q, k = inputs(num_compressed(tokens, 4, 4), kernel_device)
     how = dict(l=4, d=4, q_start=tokens - 1)
     _, lse = compressed_attention_triton(q, k, k, **how)
     sizes = dict(zip(("n_init", "n_local", "n_sel"), forced, strict=True), l_sel=4)
@@ -42,7 +42,7 @@ def test_prefill(forced, tokens, kernel_device):
 
 @pytest.mark.parametrize("forced", FORCED, ids=str)
 def test_decoding(forced, kernel_device):
-    q, k = inputs(1201, kernel_device)
+    q, k = inputs(300, kernel_device)
     rows = torch.zeros(1, 1204, 1, 16, dtype=torch.float16, device=kernel_device)
     lens = torch.tensor([1201], dtype=torch.int32, device=kernel_device)
     sizes = dict(zip(("n_init", "n_local", "n_sel"), forced, strict=True), l=4, d=4, l_sel=4)
@@ -56,7 +56,7 @@ def test_decoding(forced, kernel_device):
 @pytest.mark.parametrize("score", [float("inf"), 3e38, 0.0, float("nan")])
 def test_no_score_comes_before_a_forced_block(score, kernel_device):
     """Scores that the ranking is given, of prefill."""
-    q, k = (randn(1, n, 1, 16, seed=n, dtype=torch.float16, device=kernel_device) for n in (1, 24))
+    q, k = inputs(24, kernel_device)
     ranking = Ranking.of(q, k, l=4, d=4, l_sel=4, n_sel=4, n_init=1, n_local=2, q_start=95)
     for slab in ranking.slabs(1, 16):
         slab.scores.fill_(0.5)
@@ -65,13 +65,11 @@ def test_no_score_comes_before_a_forced_block(score, kernel_device):
 
 
 def test_fewer_blocks_than_the_forced_ones_are_refused(kernel_device):
-    q, k = inputs(40, kernel_device)
+    q, k = inputs(10, kernel_device)
     sizes = dict(l=4, d=4, l_sel=4, n_sel=3, n_init=2, n_local=2)
     refused = pytest.raises(ValueError, match="got n_sel=3 n_init=2 n_local=2")
     with refused:
         select_blocks_triton(q, k, torch.zeros(1, 1, 1, device=kernel_device), q_start=39, **sizes)
     lens = torch.tensor([10], dtype=torch.int32, device=kernel_device)
     with refused:
-        nsa_decode_triton(
-            q, *[k] * 6, torch.ones_like(q[..., :3]), lens, window=4, max_len=10, **sizes
-        )
+        nsa_decode_triton(q, *[k] * 6, q[..., :3], lens, window=4, max_len=10, **sizes)

@@ -15,7 +15,6 @@ from nsa.tests.test_block_attn import UNIONS
 
 pytestmark = pytest.mark.kernel
 QUERIES = 8
-IDS = dict(ids=str)
 
 
 # ---- blocks of a tile of queries -----------------------------------------------------------------
@@ -68,14 +67,12 @@ class Lists:
         return [(e >> 32, {i for i in range(32) if e >> i & 1}) for e in found]
 
 
-@pytest.mark.parametrize(
-    "case, kind, parts",
-    [(UNIONS[0], "ragged", 1), (UNIONS[0], "random", 2), (UNIONS[1], "random", 1),
-     (UNIONS[1], "ragged", 2), (UNIONS[2], "clustered", 1), (UNIONS[2], "ragged", 2),
-     (Case((40,), G=1, n_sel=2, q_start=1 << 21), "clustered", 2),
-     (Case((21,), n_sel=1, q_start=90), "random", 1)],
-    **IDS,
-)  # fmt: skip
+@pytest.mark.parametrize("case, kind, parts", [
+    (UNIONS[0], "ragged", 1), (UNIONS[0], "random", 2), (UNIONS[1], "random", 1),
+    (UNIONS[1], "ragged", 2), (UNIONS[2], "clustered", 1), (UNIONS[2], "ragged", 2),
+    (Case((40,), G=1, n_sel=2, q_start=1 << 21), "clustered", 2),
+    (Case((21,), n_sel=1, q_start=90), "random", 1),
+], ids=str)  # fmt: skip
 def test_each_block_is_listed_once_in_order(case, kind, parts, kernel_device):
     def behind_the_query(blocks):
         """Such a block counts for nothing, wherever in the row it stands."""
@@ -86,22 +83,20 @@ def test_each_block_is_listed_once_in_order(case, kind, parts, kernel_device):
     assert x.lists.counts.shape == (-(-len(x.home) // QUERIES), case.G)
     assert x.lists.queries == QUERIES
     assert len(want) == x.lists.counts.numel() and any(want.values())
-    for at, expected in want.items():
-        assert x.entries(*at) == sorted(expected.items())
+    assert {at: x.entries(*at) for at in want} == {at: sorted(want[at].items()) for at in want}
 
 
 BOUNDS = (-(10**6), 900, 10**6, None)
 LONG = Case((77,), G=2, n_sel=6, q_start=150)
 
 
-@pytest.mark.parametrize(
-    "case, parts, kind, together",
-    [(UNIONS[1], 1, "ragged", bound) for bound in BOUNDS]
-    + [(UNIONS[1], 2, "random", bound) for bound in (900, None)]
-    + [(LONG, 1, "random", bound) for bound in BOUNDS]
-    + [(Case((5, 90, 1), n_sel=4), 4, "ragged", bound) for bound in (900, None)],
-    **IDS,
-)
+@pytest.mark.parametrize("case, parts, kind, together", [
+    (*of, bound)
+    for *of, bounds in ((UNIONS[1], 1, "ragged", BOUNDS), (UNIONS[1], 2, "random", (900, None)),
+                        (LONG, 1, "random", BOUNDS),
+                        (Case((5, 90, 1), n_sel=4), 4, "ragged", (900, None)))
+    for bound in bounds
+], ids=str)  # fmt: skip
 def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, monkeypatch):
     """Blocks that few queries of a tile chose go by keys where that pays, with few heads a group
     always; the last two blocks of a query never do."""
@@ -123,12 +118,10 @@ def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, 
         }
         rest = {row for row, by in chosen.items() if len(by) < 3 and row not in last}
         n_rest = sum(len(chosen[row]) for row in rest)
-        pairs = sum(map(len, chosen.values()))
-        shared = costs.read * len(chosen) + costs.pair * pairs
+        shared = costs.read * len(chosen) + costs.pair * sum(map(len, chosen.values()))
         dense = costs.dense * (len(chosen) - len(rest)) + costs.together
-        by_keys = together is None
-        if together is not None:
-            by_keys = n_rest > 0 and costs.rest_pair * n_rest + dense < shared
+        pays = n_rest > 0 and costs.rest_pair * n_rest + dense < shared
+        by_keys = pays or together is None
         if not by_keys:
             rest = set()
             whole.append(tile * case.G + g)
@@ -154,56 +147,44 @@ def test_the_rest_is_what_few_chose(case, parts, kind, together, kernel_device, 
 
 @pytest.mark.parametrize("most", [0, 1 << 26], ids=["sorted", "map"])
 @pytest.mark.parametrize("per_block", [1, 2])
-@pytest.mark.parametrize("case", [Case((1, 37, 20)), Case((29,), batch=2), Case((70,))], **IDS)
+@pytest.mark.parametrize("case", [Case((1, 37, 20)), Case((29,), batch=2), Case((70,))], ids=str)
 def test_lists_hold_every_pair_once_and_in_order(case, per_block, most, kernel_device, monkeypatch):
     """per_block 2: the last block of a sequence has one tile only. No block is as far as the last
     two; their tiles must not wrap around. Packed rows past the last sequence are nobody's."""
-    monkeypatch.setattr(lists_by_keys, "CHUNK", 4)
-    monkeypatch.setattr(lists_by_keys, "LIST_SIZE", 8)  # several programs, several turns
-    monkeypatch.setattr(lists_by_keys, "WORDS", 1)
-    monkeypatch.setattr(lists_by_keys, "SHARE", 2)
-    monkeypatch.setattr(lists_by_keys, "MAP_BYTES", most)
+    small = dict(CHUNK=4, LIST_SIZE=8, WORDS=1, SHARE=2)  # several programs, several turns
+    for name, value in (*small.items(), ("MAP_BYTES", most)):
+        monkeypatch.setattr(lists_by_keys, name, value)
     x = Problem(case, "ragged", kernel_device, monkeypatch)
     x.blocks.view(-1, case.n_sel)[3] = torch.tensor([2, 3, 2**31 - 1][: case.n_sel])
-    per_seq, tile, kv_len = 3, 16, 48
-    blocks, cu = x.blocks, x.cu
+    per_seq, tile, blocks, cu = 3, 16, x.blocks, x.cu
     if case.packed:
         blocks = torch.cat([blocks, torch.zeros_like(blocks[:5])])
     with launches.recording() as counts:
-        lists = lists_by_keys.rows_of_tiles(blocks, per_block, tile, kv_len, cu)
+        lists = lists_by_keys.rows_of_tiles(blocks, per_block, tile, per_seq * tile, cu)
     assert ("_tile_members_kernel" in counts) == (most > 0)
-    begins = [case.lengths[0] * b for b in range(case.batch)]
-    if case.packed:
-        begins = cu.tolist()[:-1]
-        first_tiles = [first // tile + i for i, first in enumerate(begins)]
-        assert lists.per_seq == len(blocks) // tile + len(begins) + 1
-    want = {}
+    begins = cu.tolist()[:-1] if case.packed else [case.lengths[0] * b for b in range(case.batch)]
+    assert lists.per_seq == (len(blocks) // tile + len(begins) + 1 if case.packed else per_seq)
+    want = {}  # rows by the number of a tile
     for at, block in enumerate(x.blocks.flatten().tolist()):
         row = at // case.n_sel
-        token, group = row // case.G, row % case.G
+        token, group = divmod(row, case.G)
         sequence = max(i for i, first in enumerate(begins) if first <= token)
         for nth in range(block * per_block, (block + 1) * per_block):
             if case.packed and 0 <= nth * tile <= token - begins[sequence]:
-                want.setdefault((group, sequence, nth), []).append(row)
+                number = group * lists.per_seq + begins[sequence] // tile + sequence + nth
+                want.setdefault(number, []).append(row)
             elif not case.packed and 0 <= nth < per_seq:
-                want.setdefault((sequence, group, nth), []).append(row)
+                want.setdefault((sequence * case.G + group) * per_seq + nth, []).append(row)
     got, rows = {}, lists.rows.tolist()
-    for number, begin, end in zip(
-        lists.chunk_tile.tolist(), lists.chunk_begin.tolist(), lists.chunk_end.tolist(), strict=True
-    ):
+    chunks = lists.chunk_tile, lists.chunk_begin, lists.chunk_end
+    for number, begin, end in zip(*(x.tolist() for x in chunks), strict=True):
         if begin < end:
-            assert end - begin <= 4
-            rest, nth = divmod(number, lists.per_seq)
-            run = (*divmod(rest, case.G), nth)
-            if case.packed:
-                sequence = max(i for i, first in enumerate(first_tiles) if first <= nth)
-                run = (rest, sequence, nth - first_tiles[sequence])
-            assert run >= max(got, default=run)
-            got.setdefault(run, []).extend(rows[begin:end])
+            assert end - begin <= 4 and number >= max(got, default=number)
+            got.setdefault(number, []).extend(rows[begin:end])
     assert got == want
 
 
-@pytest.mark.parametrize("case", [Case((90,), G=2, n_sel=4), Case((1, 37, 20), G=3)], **IDS)
+@pytest.mark.parametrize("case", [Case((90,), G=2, n_sel=4), Case((1, 37, 20), G=3)], ids=str)
 def test_pieces_come_once_by_group_and_about_in_order(case, kernel_device, monkeypatch):
     monkeypatch.setattr(lists_by_keys, "CHUNK", 16)
     monkeypatch.setattr(lists_by_keys, "BUCKETS", 16)

@@ -51,19 +51,16 @@ def parity(case, got, want, same, counts, kernels):
 
 def caches_at(layer, lengths, max_len, **more):
     """Two equal caches whose sequences hold lengths[b] tokens: random rows, NaN in unused ones."""
-    weight, pair = layer.qkv.weight, []
-    for _ in range(2):
-        cache = NSACache(
-            layer.config, len(lengths), max_len, device=weight.device, dtype=weight.dtype, **more
-        )
+    like = dict(device=layer.qkv.weight.device, dtype=layer.qkv.weight.dtype)
+    pair = [NSACache(layer.config, len(lengths), max_len, **like, **more) for _ in range(2)]
+    for cache in pair:
         for i, name in enumerate(BUFFERS):
             x = getattr(cache, name)
-            x.copy_(randn(*x.shape, seed=i, dtype=weight.dtype, device=x.device))
+            x.copy_(randn(*x.shape, seed=i, **like))
             for b, n in enumerate(lengths):
                 x[b, n:] = float("nan")
         cache.lengths = list(lengths)
         cache.lens.copy_(torch.tensor(lengths))
-        pair.append(cache)
     return pair
 
 
@@ -96,7 +93,7 @@ def test_one_launch_and_what_is_due_are_pytorchs(config, T, end, always, phi, dt
     exact = caches_at(layer64, lengths, end)[0]
     for name in BUFFERS:  # rounded as the others' are
         getattr(exact, name).copy_(getattr(other, name))
-    before = {name: getattr(one, name).clone() for name in ("k_cmp", "v_cmp")}
+    before = {name: getattr(one, name).clone() for name in BUFFERS[6:]}
     one.emit_always = other.emit_always = always
     x = tokens(layer, len(lengths), T, seed=4)
     with launches.recording() as counts:
@@ -133,11 +130,9 @@ def test_one_launch_and_what_is_due_are_pytorchs(config, T, end, always, phi, dt
 def test_e4m3_rows_are_those_of_pytorch(config, T, phi, dtype, kernel_device):
     """Numbers beyond 448 descales and NaN among them; where PyTorch's rounding of what is stored
     differs in the last bit of dtype, the next number of e4m3 may be taken."""
-    l, groups, layer = config.l, config.groups, layer_of(config, kernel_device, dtype, phi)
-    scales = {
-        f"{x}_descale": randn(5, groups, seed=i).abs().float().to(kernel_device) + 0.05
-        for i, x in enumerate("kv")
-    }
+    l, layer = config.l, layer_of(config, kernel_device, dtype, phi)
+    draw = lambda i: randn(5, config.groups, seed=i, device=kernel_device).abs() + 0.05
+    scales = dict(k_descale=draw(0), v_descale=draw(1))
     lengths = (0, l - T, 1, 2 * l + config.d + 1 - T, 5 * l - T)
     one, other = caches_at(layer, lengths, 5 * l, kv_cache_dtype="fp8_e4m3", **scales)
     x = tokens(layer, len(lengths), T, seed=4)
@@ -172,9 +167,9 @@ def test_a_layers_steps_over_e4m3_are_those_of_pytorch(kernel_device):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("T, hidden, weights", [
-    (1, None, F16), (3, 1100, F16), (1, 40, torch.float32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "T, hidden, weights", [(1, None, F16), (3, 1100, F16), (1, 40, torch.float32)]
+)
 def test_gates_of_the_same_launch(T, hidden, weights, kernel_device):
     """Also of a hidden layer that no program holds at once, and of weights as autocast has them."""
     layer = layer_of(SMALL, kernel_device)
@@ -192,10 +187,10 @@ def test_gates_of_the_same_launch(T, hidden, weights, kernel_device):
         assert layer.gate.for_kernel() is None
         torch.testing.assert_close(got, layer.step(x, other), rtol=4e-3, atol=1e-3)
     wide, weight, bias = (y.double() for y in gate)
-    want = torch.sigmoid(F.silu(wide) @ weight.T + bias).unflatten(-1, (SMALL.heads, 3))
+    want = torch.sigmoid(F.silu(wide) @ weight.T + bias).view_as(gates)
     with torch.no_grad():
         same = F.linear(F.silu(gate[0]), *(y.to(x.dtype) for y in gate[1:])).sigmoid()
-    assert gates.dtype == x.dtype
+    assert gates.dtype == x.dtype and gates.shape[2:] == (SMALL.heads, 3)
     parity(f"gates/{wide.shape[-1]}-T{T}", gates, want, same.view_as(gates), counts, [KERNEL])
 
 
@@ -213,7 +208,7 @@ def test_what_fails_behind_the_launch_appends_nothing(kernel_device):
     """A kernel that is to emit, or the model's own phi: the device's lengths go back as well."""
     layer = layer_of(SMALL, kernel_device)
     x, (cache, other) = tokens(layer), caches_at(layer, (7, 7), 40)
-    layer.phi_k = Raises("no phi")
+    layer.phi_k.register_forward_pre_hook(mock.Mock(side_effect=RuntimeError("no phi")))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no phi"):
             layer.step(x, cache)
@@ -221,23 +216,6 @@ def test_what_fails_behind_the_launch_appends_nothing(kernel_device):
     layer.phi_k = make_compression("mean", SMALL.d_k, SMALL.l, SMALL.d)
     torch.testing.assert_close(layer.step(x, cache), layer.step(x, other), rtol=0, atol=0)
     assert cache.lens.tolist() == [8, 8]
-
-
-def replaced(gate):
-    gate.outer = Doubled(*reversed(gate.outer.weight.shape))
-
-
-class Raises(torch.nn.Module):
-    """Raises, the gates unless x has no NaN."""
-
-    def __init__(self, words):
-        super().__init__()
-        self.words = words
-
-    def forward(self, x):
-        if self.words == "no phi" or x.isnan().any():
-            raise RuntimeError(self.words)
-        return x.new_full((*x.shape[:-1], SMALL.heads, 3), 0.5)
 
 
 def doubled(linear):
@@ -260,7 +238,8 @@ PHI = (lambda: make_compression("mlp", 8, 8, 4)), [(8, 8), (8, 64), (8,), (8, 8)
 
 @pytest.mark.parametrize("made, change", [
     *((GATE, change) for change in (
-        lambda gate: gate.register_forward_pre_hook(hook), replaced,
+        lambda gate: gate.register_forward_pre_hook(hook),
+        lambda gate: setattr(gate, "outer", Doubled(*reversed(gate.outer.weight.shape))),
         lambda gate: gate.outer.register_forward_hook(hook),
         lambda gate: weight_norm(gate.outer), lambda gate: gate.outer.double(),
         lambda gate: gate.outer.register_parameter("bias", None),
@@ -298,10 +277,12 @@ def test_another_module_makes_the_gates(kernel_device):
         layer.gate.outer.weight.zero_()
         layer.gate.outer.bias.zero_()
     want = layer.step(x, other)
-    layer.gate = Raises("no gates")
+    layer.gate = torch.nn.Identity()
+    layer.gate.forward = mock.Mock(side_effect=RuntimeError("no gates"))
     with pytest.raises(RuntimeError, match="no gates"):
-        layer.step(x * float("nan"), cache)
+        layer.step(x, cache)
     assert cache.lengths == cache.lens.tolist() == [9, 30]
+    layer.gate.forward = lambda x: x.new_full((2, 1, SMALL.heads, 3), 0.5)
     torch.testing.assert_close(layer.step(x, cache), want, rtol=0, atol=0)
 
 
@@ -336,13 +317,13 @@ def on_cpu(backend=None, flags=None, max_len=8):
 def test_without_the_policys_leave_pytorch_appends(backend, flags):
     layer, cache, _ = on_cpu()
     never = lambda: pytest.fail("projected for a kernel that is not allowed")
-    q, gates = attention.append_projected(
-        never, cache, layer.phi_k, layer.phi_v, never, backend=backend, flags=flags
-    )
-    assert q is None and gates is None and cache.length == 0
+    args = never, cache, layer.phi_k, layer.phi_v, never
+    found = attention.append_projected(*args, backend=backend, flags=flags)
+    assert found == (None, None) and cache.length == 0
 
 
 REFUSED = RuntimeError("no such instruction")
+APPEND = "nsa.kernels.decode.append.append_turned"
 
 
 @pytest.mark.parametrize("kernel, backend, error, hidden", [
@@ -356,18 +337,15 @@ def test_a_kernel_that_fails(kernel, backend, error, hidden, monkeypatch, capsys
     """It served before. Told and not tried again, unless it is an error that no fallback may hide
     or the backend was asked for by name."""
     pytest.importorskip("triton")
-    from nsa.kernels.decode import append
-
-    fails = mock.Mock(side_effect=error)
-    of_append = append, "append_turned"
-    monkeypatch.setattr(*(of_append if kernel == "append" else (rungs, "step_triton")), fails)
     flags = TRITON if backend else Flags(debug_log=kernel == "append")
     layer, cache, plain = on_cpu(backend, flags)
+    x, fails = randn(1, 1, 24, seed=2), mock.Mock(side_effect=error)
     if kernel == "append":
+        monkeypatch.setattr(APPEND, fails)
         cache.fused_append[(backend, layer.flags)] = True
     else:
+        monkeypatch.setattr(rungs, "step_triton", fails)
         cache.fused_step.add((backend, layer.flags))
-    x = randn(1, 1, 24, seed=2)
     if not hidden:
         with pytest.raises(type(error), match=str(error)):
             layer.step(x, cache)
@@ -384,20 +362,17 @@ def test_a_kernel_that_fails(kernel, backend, error, hidden, monkeypatch, capsys
 @pytest.mark.filterwarnings("ignore:nsa. the decode step's append on triton failed")
 def test_a_kernel_that_fails_is_not_tried_again_for_the_next_cache(monkeypatch):
     pytest.importorskip("triton")
-    from nsa.kernels.decode import append
-
     fails = mock.Mock(side_effect=REFUSED)
-    monkeypatch.setattr(append, "append_turned", fails)
+    monkeypatch.setattr(APPEND, fails)
     taken = dispatch.Decision(dispatch.Branch.STEP, dispatch.Route.TRITON)
     monkeypatch.setattr(dispatch, "decide", lambda *_: taken)
     layer, _, _ = on_cpu()
 
     def tries(backend=None, **how):
         before, cache = fails.call_count, layer.make_cache(1, 8, **how)
-        found = attention.append_projected(
-            lambda: torch.zeros(1, 1, sum(SMALL.qkv_widths), dtype=cache.dtype), cache,
-            layer.phi_k, layer.phi_v, backend=backend, flags=layer.flags,
-        )  # fmt: skip
+        qkv = lambda: torch.zeros(1, 1, sum(SMALL.qkv_widths), dtype=cache.dtype)
+        args = qkv, cache, layer.phi_k, layer.phi_v
+        found = attention.append_projected(*args, backend=backend, flags=layer.flags)
         assert found == (None, None) and cache.length == 0
         return fails.call_count - before
 
@@ -410,9 +385,8 @@ def test_a_gradient_is_that_of_prefill_or_refused(needs, kernel_device):
     config = replace(SMALL, l_sel=16)
     layer = layer_of(config, kernel_device)
     cache, like = caches_at(layer, [7], 9)[0], dict(dtype=F16, device=kernel_device)
-    x = dict(
-        q=randn(1, 1, 6, 24, seed=1, **like), gates=randn(1, 1, 6, 3, seed=2, **like).sigmoid()
-    )
+    draw = lambda n: randn(1, 1, 6, n, seed=n, **like)
+    x = dict(q=draw(24), gates=draw(3).sigmoid())
     decode = lambda **how: attention.nsa_decode(x["q"], cache, None, x["gates"], **how)[0]
     cache.fused_step.add((None, TRITON))
     with launches.recording() as fused:

@@ -9,6 +9,7 @@ import itertools
 import sys
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -73,13 +74,12 @@ STEPS = [
 # The same of e4m3 keys and values: each size of cluster, way to choose, kind of cache, head size.
 FP8 = [0, 1, 2, 4, 6, 7, 9, 11, 13, 15, 19, 20, 22, 23, 27, 28, 31]
 STEPS += [replace(STEPS[i], fp8=True) for i in FP8]
-# Steps of so many sequences that their results in fp64 take 10 to 30 s; a report leaves them out,
-# since smaller steps run the same code.
-SLOW = {i for i, s in enumerate(STEPS) if s.G == 34 or len(s.lengths) * s.T >= 64}
 
 
-def marks(i: int) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.long] if i in SLOW else [pytest.mark.core]
+def marks(s: Step) -> pytest.MarkDecorator:
+    """Steps of so many sequences that their results in fp64 take 10 to 30 s are left out of a
+    report, since smaller steps run the same code."""
+    return pytest.mark.long if s.G == 34 or len(s.lengths) * s.T >= 64 else pytest.mark.core
 
 
 @pytest.fixture
@@ -91,20 +91,18 @@ def served(cuda, kernel_device, monkeypatch):
 
 
 def launched(caches):
-    """A step that was one launch of this kernel."""
-    out, indices, counts = caches.launched()
+    """out and block_indices of a step that was one launch of this kernel."""
+    *found, counts = caches.launched()
     assert dict(counts) == {NAME: 1}
-    return out, indices, counts
+    return found
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(s, marks=marks(i)) for i, s in enumerate(STEPS)], ids=str
-)
+@pytest.mark.parametrize("step", [pytest.param(s, marks=marks(s)) for s in STEPS], ids=str)
 def test_step(step, served):
     caches = Caches(step, "cuda")
-    out, indices, counts = launched(caches)
-    kernels.assert_proven(f"cluster/{step}", caches, out, indices, counts, [NAME])
-    again, same, _ = launched(caches)  # sums have a fixed order
+    out, indices = launched(caches)
+    kernels.assert_proven(f"cluster/{step}", caches, out, indices, {NAME: 1}, [NAME])
+    again, same = launched(caches)  # sums have a fixed order
     assert torch.equal(again, out) and torch.equal(same, indices)
 
 
@@ -114,12 +112,11 @@ def test_values_near_the_largest(step, served):
     """fp32 holds no 256 of them, so probabilities stay below 1 whatever maximum comes later."""
     caches = Caches(step, "cuda")
     caches.q.mul_(4)  # maxima grow by much, all along the keys
-    want, _, _ = launched(caches)
+    want = launched(caches)[0]
     size = 2.0 ** (122 if step.dtype == BF16 else 10)
     for _, values in (caches.cmp, caches.sel, caches.win):
         values.mul_(size)
-    out, _, _ = launched(caches)
-    assert torch.equal(out.double() / size, want.double())
+    assert torch.equal(launched(caches)[0].double() / size, want.double())
 
 
 @pytest.mark.core
@@ -131,8 +128,7 @@ def test_ties_go_to_the_lower_block(lens, groups, served):
     step = Step(lens, G=groups, **{**WIDE, "capacity": cdiv(max(lens), 64) * 64})
     caches = Caches(step, "cuda")
     caches.q.zero_()
-    _, indices, _ = launched(caches)
-    for got, n in zip(indices[:, 0].tolist(), lens, strict=True):
+    for got, n in zip(launched(caches)[1][:, 0].tolist(), lens, strict=True):
         own = (n - 1) // 64
         want = [0, *range(1, 14), own - 1, own] if own >= 16 else [*range(own + 1)]
         assert got == [want + [-1] * (16 - len(want))] * groups
@@ -144,8 +140,7 @@ def test_a_key_of_two_blocks_counts_for_both(block, served):
     caches = Caches(Step((4000,), G=4, **{**WIDE, "n_sel": 5}), "cuda")
     caches.q.fill_(1)
     caches.cmp[0][:, 4 * block + 3] = 3  # half of its tokens in this block, half in the next
-    _, indices, _ = launched(caches)
-    assert indices[0, 0].tolist() == [[0, block, block + 1, 61, 62]] * 4
+    assert launched(caches)[1][0, 0].tolist() == [[0, block, block + 1, 61, 62]] * 4
 
 
 # Sequences of which each token has a cluster, and of which a block attends for all four.
@@ -155,14 +150,14 @@ FEW_AND_MANY = [(2000, 1024), (2000, 1999, 66, 1024) * 8]
 @pytest.mark.parametrize("lens", FEW_AND_MANY, ids=len)
 def test_what_later_tokens_add_changes_no_earlier_one(lens, served):
     caches = Caches(Step(lens, T=4, G=4, **WIDE), "cuda")
-    out, indices, _ = launched(caches)
+    out, indices = launched(caches)
     for b, n in enumerate(lens):
         for x in (*caches.sel, *caches.win):
             x[b, n - 1] = float("nan")
         if (n - 32) % 16 == 0:  # the last token completes a compressed key
             for x in caches.cmp:
                 x[b, (n - 32) // 16] = float("nan")
-    other, blocks, _ = launched(caches)
+    other, blocks = launched(caches)
     assert torch.equal(blocks[:, :3], indices[:, :3]) and other[:, 3].isnan().all()
     torch.testing.assert_close(other[:, :3], out[:, :3], rtol=1e-2, atol=1e-3)
 
@@ -173,14 +168,14 @@ def test_what_later_tokens_add_changes_no_earlier_one(lens, served):
 ], ids=str)  # fmt: skip
 def test_branches_add_up_to_the_step(T, page, lens, served, monkeypatch):
     caches = Caches(Step(lens, T=T, G=4, page=page, **WIDE), "cuda")
-    out, indices, _ = launched(caches)
+    out, indices = launched(caches)
     total = 0
     for branch in ("cmp", "sel", "win"):
         given = dict(branch=branch, block_indices=indices if branch == "sel" else None)
         monkeypatch.setattr(kernels, "nsa_decode_triton", partial(nsa_decode_triton, **given))
-        part, _, _ = launched(caches)
-        assert part.float().norm() > 0.01 * out.float().norm()
-        total = total + part.float()
+        part = launched(caches)[0].float()
+        assert part.norm() > 0.01 * out.float().norm()
+        total = total + part
     torch.testing.assert_close(total, out.float(), rtol=2e-2, atol=2e-2)
 
 
@@ -214,7 +209,7 @@ def test_a_nan_query_keeps_its_forced_blocks_and_harms_no_other(served):
 
 def test_who_asks_for_triton_or_has_unaligned_queries_gets_triton(served, monkeypatch):
     caches = Caches(Step((4000,), G=4, **WIDE), "cuda")
-    out, _, _ = launched(caches)
+    out, _ = launched(caches)
     room = caches.q.new_empty(caches.q.numel() + 4)
     aligned, caches.q = caches.q, room[4:].view_as(caches.q).copy_(caches.q)
     again, _, counts = caches.launched()
@@ -246,8 +241,8 @@ def test_which_sizes_are_served(changed, why):
     assert found is None if why is None else why in found
 
 
-def of_programs(programs, **changed):
-    return GIVEN._replace(**{"batch": programs, "groups": 1, "hq": 16, **changed})
+def plan_of(programs, sms=132, **changed):
+    return plan(GIVEN._replace(**{"batch": programs, "groups": 1, "hq": 16, **changed}), sms)
 
 
 @pytest.mark.parametrize("n_sel", [16, 32, 4])
@@ -256,7 +251,7 @@ def test_plans_hold_all_keys_and_fit(max_len, n_sel):
     for (dim, dv), size in itertools.product(cluster.HEAD_SIZES, (2, 1)):
         given = dict(dim=dim, dv=dv, n_sel=n_sel, max_len=max_len, fp8=size == 1)
         for programs in (1, 4, 5, 8, 16, 17, 32, 64, 66, 67, 128, 132, 133, 256, 4096):
-            found = plan(of_programs(programs, **given))
+            found = plan_of(programs, **given)
             if found is None:  # only where a cluster's shared memory cannot hold the block sums
                 assert max_len >= 1 << 18
                 continue
@@ -272,15 +267,14 @@ def test_few_steps_of_short_contexts_take_the_quick_way():
         (4, 1024, True, 4), (4, 8192, True, 4), (4, 16384, True, 8), (4, 16640, False, 8),
         (5, 8192, False, 8), (256, 1024, False, 4),
     ):  # fmt: skip
-        found = plan(of_programs(programs, max_len=max_len))
+        found = plan_of(programs, max_len=max_len)
         assert (found.early, found.warps) == (early, warps), (programs, max_len)
         assert found.told == (min(4, found.units) if found.cluster > 1 else 0)
 
 
 def test_a_smaller_gpu_is_filled_as_the_larger():
     for programs, sms, like in ((32, 132, 32), (32, 66, 64), (40, 78, 68), (64, 114, 132)):
-        given = dict(max_len=65536)
-        assert plan(of_programs(programs, **given), sms) == plan(of_programs(like, **given))
+        assert plan_of(programs, sms, max_len=65536) == plan_of(like, max_len=65536)
 
 
 FORMS = [
@@ -302,22 +296,20 @@ FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "programs, max_len, changed",
-    # One of three shows what does not compile, and all of them whether a rare one still fits.
-    [pytest.param(*f, marks=[pytest.mark.nightly] * bool(i % 3)) for i, f in enumerate(FORMS)],
-    ids=str,
-)
+# One of three shows what does not compile, and all of them whether a rare one still fits.
+@pytest.mark.parametrize("programs, max_len, changed", [
+    pytest.param(*f, marks=[pytest.mark.nightly] * bool(i % 3)) for i, f in enumerate(FORMS)
+], ids=str)  # fmt: skip
 def test_every_form_compiles_and_fits(programs, max_len, changed):
     """By NVRTC, for sm_90; cluster.cu itself holds its memory against what cluster.py counts."""
-    p = plan(of_programs(programs, max_len=max_len, **changed))
+    p = plan_of(programs, max_len=max_len, **changed)
     registers, stack = usage(compile_cluster(p.macros.items(), 90))
     assert stack == 0, f"{stack} bytes of registers spilled"
     assert registers * 32 * p.warps * p.occupancy <= 1 << 16
 
 
 def test_what_does_not_compile_is_said(monkeypatch):
-    defined = plan(of_programs(4)).macros
+    defined = plan_of(4).macros
     with pytest.raises(cluster.Unavailable, match="cluster.py counts fewer bytes"):
         cluster.compile_cluster({**defined, "SHARED": defined["SHARED"] - 200}.items(), 90)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
@@ -327,18 +319,8 @@ def test_what_does_not_compile_is_said(monkeypatch):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """What is asked for to be loaded, as on an H200; `loads.error` is raised instead."""
-
-    class Loads(list):
-        error = None
-
-        def __call__(self, macros):
-            self.append(macros)
-            if self.error:
-                raise self.error
-            return f"function {len(self)}", "cuLaunchKernel"
-
-    asked = Loads()
+    """The mock that loads kernels, as on an H200."""
+    asked = mock.Mock(return_value=("function", "cuLaunchKernel"))
     monkeypatch.setattr(cluster, "arch_of", lambda device: 90)
     monkeypatch.setattr(cluster, "sm_count", lambda device: 132)
     monkeypatch.setattr(cluster, "_load", asked)
@@ -350,36 +332,33 @@ def loads(monkeypatch):
 
 
 def test_where_it_cannot_be_had_steps_take_several_launches(loads):
-    loads.error = cluster.Unavailable("no such library")
+    loads.side_effect = cluster.Unavailable("no such library")
     ask = lambda use=True, **changed: cluster.cluster_kernel(use, GIVEN._replace(**changed))
     with pytest.warns(RuntimeWarning, match="take several launches.*no such library"):
         assert ask() is None
     # Of a shorter one the cause is the same.
     assert ask() is ask(max_len=8000) is ask(use=False) is None
-    assert len(loads) == 1 and loads[0]["HEADS"] == 16
+    assert loads.call_count == 1 and loads.call_args.args[0]["HEADS"] == 16
     for name, x in dict(tokens=9, dtype=F32, page=24, gate_dtype=F16).items():
         assert ask(**{name: x}) is None
-    assert ask(gate_dtype=F32) is None and len(loads) == 2  # of fp32 gates alone
+    assert ask(gate_dtype=F32) is None and loads.call_count == 2  # of fp32 gates alone
 
 
 def test_a_dead_context_is_not_taken_for_a_kernel_that_cannot_be_had(loads):
-    loads.error = cluster.Unavailable("CUresult: CUDA_ERROR_ILLEGAL_ADDRESS")
+    loads.side_effect = cluster.Unavailable("CUresult: CUDA_ERROR_ILLEGAL_ADDRESS")
     for _ in range(2):
         with pytest.raises(cluster.Unavailable, match="ILLEGAL_ADDRESS"):
             cluster.cluster_kernel(True, GIVEN)
 
 
 def test_caches_of_many_lengths_load_few_modules(loads):
-    def kernels(batch):
-        return [
-            cluster.cluster_kernel(True, GIVEN._replace(batch=batch, max_len=max_len))
-            for max_len in (*range(100, 100_000, 99), 100)
-        ]
-
     for batch in (1, 2, 3):
-        assert all(k.grid == (4 * loads[-1]["CLUSTER"], batch) for k in kernels(batch)[-1:])
-    assert len(loads) <= 3 * 12  # clusters of three sizes, a power of two of units each
-    assert len({tuple(macros.items()) for macros in loads}) == len(loads)
+        for max_len in (*range(100, 100_000, 99), 100):
+            kernel = cluster.cluster_kernel(True, GIVEN._replace(batch=batch, max_len=max_len))
+        assert kernel.grid == (4 * loads.call_args.args[0]["CLUSTER"], batch)
+    asked = [tuple(call.args[0].items()) for call in loads.call_args_list]
+    assert len(asked) <= 3 * 12  # clusters of three sizes, a power of two of units each
+    assert len(set(asked)) == len(asked)
 
 
 def test_older_cards_and_processors_are_not_asked(monkeypatch):

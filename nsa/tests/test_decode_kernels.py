@@ -6,6 +6,7 @@ take the vectorised fp64 reference, the others the oracle.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from nsa.kernels.decode import nsa_decode_triton, step, step_kernels
 from nsa.kernels.decode.step import scan_splits
 from nsa.tests import cases
 from nsa.tests.cases import BF16, F16, F32, Shape, strided
-from nsa.tests.helpers import randn
+from nsa.tests.helpers import generator, randn
 
 pytestmark = pytest.mark.kernel
 KERNELS = ["_decode_scan_kernel", "_decode_selected_kernel", "_decode_merge_kernel"]
@@ -40,11 +41,9 @@ class Step(Shape):
     fp8: bool = False
 
     def __str__(self) -> str:
-        kind = ("paged" if self.page else "") + ("cmp" if self.cmp_paged else "")
-        kind = kind + ("ring" if self.ring else "") or "static"
-        lens = "x".join(map(str, self.lengths[:4]))
-        kind += "-fp8" if self.fp8 else ""
-        return f"{kind}-{lens}-T{self.T}-G{self.G}h{self.h}-D{self.D}v{self.Dv}-{self.dtype}"
+        kind = "paged" * bool(self.page) + "cmp" * self.cmp_paged + "ring" * self.ring or "static"
+        kind += "-fp8" * self.fp8 + "-" + "x".join(map(str, self.lengths[:4]))
+        return f"{kind}-T{self.T}-G{self.G}h{self.h}-D{self.D}v{self.Dv}-{self.dtype}"
 
 
 PAPER = dict(cases.PAPER, capacity=4096)
@@ -100,42 +99,32 @@ class Caches:
         self.win = self.filled(s.capacity, seed + 7)
 
     def filled(self, rows: int, seed: int, compressed: bool = False) -> tuple[Tensor, Tensor]:
-        s = self.step
-        out = []
-        for i, width in enumerate((s.D, s.Dv)):
-            x = randn(len(s.lengths), rows, s.G, width, seed=seed + i, dtype=s.dtype,
-                      device=self.device)  # fmt: skip
-            if s.fp8:
-                x = self.stood_for(self.stored(x.double(), i), i)
-            for b, n in enumerate(s.lengths):
+        s, kw = self.step, dict(dtype=self.step.dtype, device=self.device)
+        out = [randn(len(s.lengths), rows, s.G, D, seed=seed + i, **kw)
+               for i, D in enumerate((s.D, s.Dv))]  # fmt: skip
+        if s.fp8:
+            out = [x.double() * self.descale(i) for i, x in enumerate(self.stored(out))]
+        for b, n in enumerate(s.lengths):
+            for x in out:
                 x[b, num_compressed(n, s.l, s.d) if compressed else n :] = float("nan")
-            out.append(x)
         return out[0], out[1]
 
     def descale(self, i: int) -> Tensor:
         return self.descales["kv"[i] + "_descale"].double()[:, None, :, None]
 
-    def stored(self, x: Tensor, i: int) -> Tensor:
-        """x [B, N, G, D] of keys (i = 0) or values as e4m3."""
-        return (x / self.descale(i)).to(torch.float8_e4m3fn)
-
-    def stood_for(self, x: Tensor, i: int) -> Tensor:
-        return x.double() * self.descale(i)
+    def stored(self, pair: Sequence[Tensor]) -> list[Tensor]:
+        """Keys and values [B, N, G, D] as e4m3."""
+        return [(x.double() / self.descale(i)).to(torch.float8_e4m3fn) for i, x in enumerate(pair)]
 
     def run(
         self, softmax_scale: float | None = None, counters: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         s, table = self.step, None
-        cmp, sel, win = list(self.cmp), list(self.sel), list(self.win)
-        if s.fp8:
-            cmp, sel, win = ([self.stored(x, i) for i, x in enumerate(y)] for y in (cmp, sel, win))
+        cmp, sel, win = map(self.stored if s.fp8 else list, (self.cmp, self.sel, self.win))
         if s.page:
-            pages = -(-s.capacity // s.page)
-            order = torch.randperm(
-                len(s.lengths) * pages, generator=torch.Generator().manual_seed(3)
-            )
-            order = order.to(self.device)
-            table = order.view(len(s.lengths), pages).to(torch.int32)
+            pages = len(s.lengths) * -(-s.capacity // s.page)
+            order = torch.randperm(pages, generator=generator(3)).to(self.device)
+            table = order.view(len(s.lengths), -1).to(torch.int32)
             sel = [self.paged(x, order, s.page) for x in sel]
             if not s.ring:
                 win = [self.paged(x, order, s.page) for x in win]
@@ -144,11 +133,10 @@ class Caches:
         if s.ring:
             win = [self.ringed(x) for x in win]
         return nsa_decode_triton(
-            self.q, *cmp, *sel, *win, self.gates, self.ints(self.lens), l=s.l, d=s.d,
-            l_sel=s.l_sel, n_sel=s.n_sel, n_init=1, n_local=2, window=s.w, max_len=s.capacity,
-            block_table=self.ints(table), window_ring=s.ring, return_indices=True,
-            softmax_scale=softmax_scale, counters=counters, cmp_paged=s.cmp_paged,
-            **(self.descales if s.fp8 else {}),
+            self.q, *cmp, *sel, *win, self.gates, self.ints(self.lens), **s.whole,
+            max_len=s.capacity, block_table=self.ints(table), window_ring=s.ring,
+            return_indices=True, softmax_scale=softmax_scale, counters=counters,
+            cmp_paged=s.cmp_paged, **(self.descales if s.fp8 else {}),
         )  # fmt: skip
 
     def launched(self, **how: Any) -> tuple[Tensor, Tensor, dict[str, int]]:
@@ -163,10 +151,8 @@ class Caches:
     def kernels(self, in_graph: bool = False) -> list[str]:
         """What a step with counters launches, outside graphs or in one."""
         s = self.step
-        return list(step_kernels(
-            self.q, s.G, s.Dv, max_len=s.capacity, in_graph=in_graph, l=s.l, d=s.d, l_sel=s.l_sel,
-            n_sel=s.n_sel, n_init=1, n_local=2, window=s.w, fp8=s.fp8,
-        ))  # fmt: skip
+        how = dict(s.whole, max_len=s.capacity, in_graph=in_graph, fp8=s.fp8)
+        return list(step_kernels(self.q, s.G, s.Dv, **how))
 
     def paged(self, x: Tensor, order: Tensor, page: int, first: int = 0) -> Tensor:
         """Rows of x from row `first` on in pages of so many rows."""
@@ -188,18 +174,15 @@ class Caches:
 
     def expected(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """The step by plain attention, on the blocks that were chosen."""
-        s = self.step
+        s, parts = self.step, []
         small = not s.big and dtype == torch.float64
-        lib = oracle if small else reference
-        where = "cpu" if small else self.device
-        parts = []
+        lib, where = (oracle, "cpu") if small else (reference, self.device)
         for b, n in enumerate(s.lengths):
             take = lambda x, b=b: x[b : b + 1].to(where, dtype)
             rows = lambda pair, m, take=take: [take(x)[:, :m] for x in pair]
             q, start = take(self.q), n - s.T
-            cmp, _ = lib.compressed_attention(
-                q, *rows(self.cmp, num_compressed(n, s.l, s.d)), l=s.l, d=s.d, q_start=start
-            )
+            k_v, how = rows(self.cmp, num_compressed(n, s.l, s.d)), dict(l=s.l, d=s.d)
+            cmp, _ = lib.compressed_attention(q, *k_v, **how, q_start=start)
             blocks = indices[b : b + 1].to(where)
             if small:
                 spans = oracle.blocks_to_ranges(blocks, s.l_sel, start)
@@ -214,22 +197,33 @@ class Caches:
 
     def chosen(self) -> Tensor:
         """The blocks by the oracle in fp64, of big steps by the reference."""
-        s, parts = self.step, []
-        where = self.device if s.big else "cpu"
-        choose = select.select_blocks if s.big else oracle.select_blocks
-        for b, n in enumerate(s.lengths):
-            k_cmp = self.cmp[0][b : b + 1, : num_compressed(n, s.l, s.d)]
-            parts.append(choose(
-                self.q[b : b + 1].to(where).double(), k_cmp.to(where).double(), l=s.l, d=s.d,
-                l_sel=s.l_sel, n_sel=s.n_sel, q_start=n - s.T,
-            ))  # fmt: skip
-        return torch.cat(parts)
+        s = self.step
+        choose, where = (select, self.device) if s.big else (oracle, "cpu")
+        wide = lambda x, b, n=None: x[b : b + 1, :n].to(where).double()
+        return torch.cat([
+            choose.select_blocks(wide(self.q, b), wide(self.cmp[0], b, num_compressed(n, s.l, s.d)),
+                                 **s.sizes, q_start=n - s.T)
+            for b, n in enumerate(s.lengths)
+        ])  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def without_clusters(monkeypatch):
     """Those have test_decode_cluster.py."""
     monkeypatch.setenv("NSA_USE_CLUSTER", "0")
+
+
+@pytest.fixture
+def tune(monkeypatch):
+    """Set constants of the step: plans made with others are forgotten, before and after."""
+
+    def set_to(**constants):
+        for name, value in constants.items():
+            monkeypatch.setattr(step, name, value)
+        step._plan.cache_clear()
+
+    yield set_to
+    step._plan.cache_clear()
 
 
 CORE = (1, 3, 5, 6, 7, 9, 10)  # what every report runs
@@ -250,11 +244,9 @@ def assert_proven(case, caches, out, indices, counts, kernels):
     assert wrong <= 0.05 * total, f"{wrong} of {total} rows chose other blocks"
 
 
-@pytest.mark.parametrize(
-    "step",
-    [pytest.param(s, marks=[pytest.mark.core] if i in CORE else []) for i, s in enumerate(STEPS)],
-    ids=str,
-)
+@pytest.mark.parametrize("step", [
+    pytest.param(s, marks=[pytest.mark.core] * (i in CORE)) for i, s in enumerate(STEPS)
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("team", [False, True], ids=["launches", "team"])
 def test_step(step, team, kernel_device, tune):
     if step.T > min(step.lengths):
@@ -277,19 +269,6 @@ def test_step(step, team, kernel_device, tune):
         assert torch.equal(again, out) and torch.equal(same, indices)
         assert not (counters & 0x7FFFFFFF).any(), "programs were left waiting"
     assert_proven(step, caches, out, indices, counts, kernels)
-
-
-@pytest.fixture
-def tune(monkeypatch):
-    """Set constants of the step: plans made with others are forgotten, before and after."""
-
-    def set_to(**constants):
-        for name, value in constants.items():
-            monkeypatch.setattr(step, name, value)
-        step._plan.cache_clear()
-
-    yield set_to
-    step._plan.cache_clear()
 
 
 # Candidates of several chunks or all blocks at once; the top by ranks or by search.
@@ -327,28 +306,23 @@ def test_every_row_has_as_many_blocks_as_it_sees(h, l_sel, way, kernel_device):
     way()
     chosen = caches.run()[1].cpu()
     for n, of_sequence in zip(step.lengths, chosen, strict=True):
-        for token, row in enumerate(of_sequence[:, 0].tolist()):
-            sees = (n - step.T + token) // l_sel + 1
+        for position, row in enumerate(of_sequence[:, 0].tolist(), n - T):
+            sees = position // l_sel + 1
             live = row[: min(sees, step.n_sel)]
             assert live == sorted(set(live)) and 0 <= live[0] and live[-1] < sees
             assert row[len(live) :] == [-1] * (step.n_sel - len(live))
 
 
-def test_ties_go_to_the_lower_block(way, kernel_device):
+def test_ties_go_to_the_lower_block_and_a_key_of_two_counts_for_both(way, kernel_device):
     """64 keys are seen alike: no weight is rounded, so blocks whose keys lie in two tiles tie."""
     way()
     caches = Caches(Step((263,), n_sel=8, capacity=300), kernel_device)
     caches.q.zero_()
-    _, indices = caches.run()
-    assert indices[0, 0].tolist() == [[0, 1, 2, 3, 4, 5, 15, 16]] * 2
-
-
-def test_a_key_of_two_blocks_counts_for_the_one_in_the_next_tile(kernel_device):
+    assert caches.run()[1][0, 0].tolist() == [[0, 1, 2, 3, 4, 5, 15, 16]] * 2
     caches = Caches(Step((263,), n_sel=5, capacity=300), kernel_device)
     caches.q.fill_(1)
-    caches.cmp[0][:, 15] = 3  # the last of 16 keys: half of its tokens in block 3, half in block 4
-    _, indices = caches.run()
-    assert indices[0, 0].tolist() == [[0, 3, 4, 15, 16]] * 2
+    caches.cmp[0][:, 15] = 3  # the last key of a tile: half of its tokens in block 3, half in 4
+    assert caches.run()[1][0, 0].tolist() == [[0, 3, 4, 15, 16]] * 2
 
 
 @pytest.mark.core
@@ -371,12 +345,12 @@ def test_what_is_not_split_is_merged_at_once(step, kernel_device, tune):
     assert caches.launched()[2]["_decode_merge_kernel"] == 1
 
 
-@pytest.mark.parametrize("heads, width, merged", [(32, 128, True), (33, 128, False),
-                                                  (16, 256, True), (17, 256, False)])  # fmt: skip
-def test_many_wide_heads_leave_the_merge_a_launch_of_its_own(heads, width, merged, tune):
+@pytest.mark.parametrize("most, width", [(32, 128), (16, 256)])
+def test_many_wide_heads_leave_the_merge_a_launch_of_its_own(most, width, tune):
     tune(SELECTED_SPLITS=1, SELECTED_PER_SM=64)
-    caches = Caches(Step((45, 3), h=heads, D=width, Dv=width), "cpu")
-    assert ("_decode_merge_kernel" in caches.kernels(in_graph=True)) != merged
+    for heads in (most, most + 1):
+        caches = Caches(Step((45, 3), h=heads, D=width, Dv=width), "cpu")
+        assert ("_decode_merge_kernel" in caches.kernels(in_graph=True)) == (heads > most)
 
 
 def test_a_team_chooses_and_merges_as_launches_do(kernel_device, tune):
@@ -390,30 +364,22 @@ def test_a_team_chooses_and_merges_as_launches_do(kernel_device, tune):
     torch.testing.assert_close(again, out, rtol=1e-3, atol=1e-3)
 
 
-def test_where_a_team_does_not_fit_the_step_takes_several_launches(
-    kernel_device, tune, monkeypatch
-):
+def test_where_no_team_fits_the_step_takes_several_launches(kernel_device, tune, monkeypatch):
     caches = Caches(Step((45,), G=1), kernel_device)
     want = caches.run()
     tune(LEAST_TEAM=2, TEAM_PER_SM=64)
-    tried, real = [], step.launch_planned
-
-    def refuse(kernel, *args):
-        tried.append(kernel.__name__)
-        if "team" in kernel.__name__:
-            raise RuntimeError(why)
-        real(kernel, *args)
-
-    monkeypatch.setattr(step, "launch_planned", refuse)
+    real, teams = step.launch_planned, mock.Mock()
+    choose = lambda kernel, *args: (teams if "team" in kernel.__name__ else real)(kernel, *args)
+    monkeypatch.setattr(step, "launch_planned", choose)
     monkeypatch.setattr(step, "_no_team", set())
-    why = "Triton Error [CUDA]: an illegal memory access was encountered"
+    teams.side_effect = RuntimeError("Triton Error [CUDA]: an illegal memory access")
     with pytest.raises(RuntimeError, match="illegal"):
         caches.run(counters=caches.counters())
-    why = "Triton Error [CUDA]: too many blocks in cooperative launch"
-    for times in (1, 1):  # tried once
+    teams.side_effect = RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
+    for _ in range(2):
         got = caches.run(counters=caches.counters())
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        assert tried.count("_decode_team_kernel") == 1 + times
+        assert teams.call_count == 2  # a refusal is remembered
         assert caches.kernels() == KERNELS  # what a bench will look for
 
 
@@ -507,13 +473,13 @@ def test_tensors_of_any_strides(team, kernel_device):
     for caches.ints in (strided, torch.Tensor.long):
         assert torch.equal(run(), want)
     caches = Caches(Step((40, 30)), kernel_device)
-    for name in ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"):
-        good = getattr(caches, name[2:])
-        setattr(caches, name[2:], [strided(x) if kv == name[0] else x
-                                   for kv, x in zip("kv", good, strict=True)])  # fmt: skip
-        with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides"):
-            run()
-        setattr(caches, name[2:], good)
+    for name in ("cmp", "sel", "win"):
+        k, v = getattr(caches, name)
+        for kind, pair in (("k", (strided(k), v)), ("v", (k, strided(v)))):
+            setattr(caches, name, pair)
+            with pytest.raises(ValueError, match=f"{kind}_{name} must be contiguous, got strides"):
+                run()
+        setattr(caches, name, (k, v))
 
 
 def test_more_rows_than_a_tile_holds_are_refused():

@@ -15,8 +15,8 @@ import nsa
 from bench.parity import assert_parity
 from nsa import blocks, launches
 from nsa.dispatch import interpreting
-from nsa.tests.cases import BF16, F16, PAPER, WIDE, Shape
-from nsa.tests.helpers import TRITON, randn
+from nsa.tests.cases import BF16, F16, PAPER, WIDE, Shape, ends_of
+from nsa.tests.helpers import TRITON, make_layer, randn
 
 pytestmark = pytest.mark.kernel
 REAL = torch.cuda.is_available() and not interpreting()  # kernels run as they are
@@ -47,17 +47,14 @@ def scaled(x: Tensor, size: float) -> None:
 
 def spread(kind: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Outliers of the size that language models have."""
-    token = torch.tensor([0, 3, k.shape[1] // 2, k.shape[1] * 2 // 3], device=k.device)
     large, wide = (300, 20) if k.dtype == F16 else (3000, 100)
-    if kind in ("tokens", "both"):
-        for x in (k, v):
-            rows = x[:, token]
-            scaled(rows, large)
-            x[:, token] = rows
-    if kind in ("channels", "both"):
-        for x in (k, v):
-            scaled(x[..., 5], wide)
-            scaled(x[..., 11], wide)
+    for x in (k, v):
+        if kind in ("tokens", "both"):
+            for token in (0, 3, k.shape[1] // 2, k.shape[1] * 2 // 3):
+                scaled(x[:, token], large)
+        if kind in ("channels", "both"):
+            for channel in (5, 11):
+                scaled(x[..., channel], wide)
     if kind == "peaked":
         scaled(q, 8)
     if kind == "apart":  # one sequence of the batch has nothing to do with the other
@@ -86,10 +83,10 @@ def inputs(shape: Shape, kind: str, device: str) -> dict[str, Tensor]:
     keys = shape.q_start + S
     n_cmp = blocks.num_compressed(keys, shape.l, shape.d)
     x = {"q": randn(shape.batch, S, shape.G * shape.h, shape.D, seed=1, **kw)}
-    for i, (name, n) in enumerate([("k", keys), ("k_cmp", n_cmp)]):
-        x[name] = randn(shape.batch, n, shape.G, shape.D, seed=2 + i, **kw)
-        x["v" + name[1:]] = randn(shape.batch, n, shape.G, shape.D, seed=4 + i, **kw)
-        spread(kind if i == 0 or kind != "peaked" else "", x["q"], x[name], x["v" + name[1:]])
+    for i, (more, n) in enumerate([("", keys), ("_cmp", n_cmp)]):
+        k, v = (randn(shape.batch, n, shape.G, shape.D, seed=s + i, **kw) for s in (2, 4))
+        spread("" if more and kind == "peaked" else kind, x["q"], k, v)
+        x |= {"k" + more: k, "v" + more: v}
     return {**x, "blocks": shape.indices("random", device)}
 
 
@@ -131,15 +128,12 @@ def applies(shape: Shape, branch: str, kind: str) -> bool:
     return branch == "selected" or shape.lengths[0] <= 512
 
 
-def is_core(shape: Shape, kind: str) -> bool:
-    """Does every report run it? Sums by keys of fewer than 16 heads a group run with one kind."""
-    return kind == "both" if shape.lengths[0] > 512 and shape.h < 16 else kind in CORE
-
-
 def marks(shape: Shape, kind: str) -> list[pytest.MarkDecorator]:
-    """Interpreted, outliers of tokens and of channels come together alone; a GPU runs all."""
+    """Interpreted, outliers of tokens and of channels come together alone; a GPU runs all. Reports
+    run sums by keys of fewer than 16 heads a group with one kind."""
     late = not REAL and kind in ("tokens", "channels")
-    return [pytest.mark.core] * is_core(shape, kind) + [pytest.mark.nightly] * late
+    core = kind == "both" if shape.lengths[0] > 512 and shape.h < 16 else kind in CORE
+    return [pytest.mark.core] * core + [pytest.mark.nightly] * late
 
 
 CASES = [
@@ -184,18 +178,11 @@ def test_two_branches_may_pass_what_all_three_do_not(packed, kernel_device):
     """Of branches of 4e4, 4e4 and -4e4 the sum is 4e4; that of two does not fit fp16."""
     from nsa.kernels.prefill.fused import nsa_prefill_triton
 
-    S, heads, G = 72, 8, 2
-    draw = lambda *shape: torch.randn(1, *shape, device=kernel_device).half()
-    const = lambda n, value: torch.full((1, n, G, 64), value, device=kernel_device).half()
-    q, k, n_cmp = draw(S, heads, 64), draw(S, G, 64), (S - 32) // 16 + 1
-    gates = torch.ones(1, S, heads, 3, device=kernel_device).half()
-    tensors = [q, draw(n_cmp, G, 64), const(n_cmp, 4e4), k, const(S, -4e4), k, const(S, 4e4), gates]
-    how: dict = dict(l=32, d=16, l_sel=64, n_sel=2, n_init=1, n_local=1, window=16)
+    S, how = 72, dict(l=32, d=16, l_sel=64, n_sel=2, n_init=1, n_local=1, window=16)
+    x = make_layer(S, 8, 2, 64, l=32, d=16, dtype=F16, device=kernel_device)
+    for i, value in ((2, 4e4), (4, -4e4), (6, 4e4), (7, 1.0)):
+        x[i].fill_(value)
     if packed:
-        tensors = [x[0] for x in tensors]
-        ends = torch.tensor([0, S], dtype=torch.int32, device=kernel_device)
-        how.update(cu_seqlens=ends, max_seqlen=S)
-    out, _ = nsa_prefill_triton(*tensors, **how)
-    out = out.reshape(S, heads, 64).float()
-    assert torch.equal(out[31:], torch.full_like(out[31:], float(torch.tensor(4e4).half())))
-    assert not out[:31].any()
+        x, how = [t[0] for t in x], how | dict(cu_seqlens=ends_of([S], kernel_device), max_seqlen=S)
+    out = nsa_prefill_triton(*x, **how)[0].view(S, 8, 64)
+    assert (out[31:] == torch.tensor(4e4).half()).all() and not out[:31].any()

@@ -6,9 +6,9 @@ cu_seqlens) in plain PyTorch, so folding, trimming and packing are compared with
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -30,13 +30,8 @@ def _one(q, k, v, scale, causal, left):
     Sq, Sk, h = len(q), len(k), q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(h, 1), v.repeat_interleave(h, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    at = torch.arange(Sq)[:, None] + Sk - Sq
-    key = torch.arange(Sk)[None]
-    seen = torch.ones(Sq, Sk, dtype=torch.bool)
-    if causal:
-        seen &= key <= at
-    if left >= 0:
-        seen &= key >= at - left
+    behind = torch.arange(Sq)[:, None] + Sk - Sq - torch.arange(Sk)
+    seen = (behind >= (0 if causal else -Sk)) & (behind <= (left if left >= 0 else Sk))
     scores = scores.masked_fill(~seen, -math.inf)
     assert Sk and seen.any(1).all(), "a row without keys was sent to FlashAttention"
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
@@ -53,17 +48,13 @@ def calls(monkeypatch):
             parts = [_one(*x, scale, causal, left) for x in zip(q, k, v, strict=True)]
             return torch.stack([p[0] for p in parts]), torch.stack([p[1].T for p in parts]).detach()
         assert cu_q.dtype == cu_k.dtype == torch.int32
-        ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
-        assert ends_q[-1] <= len(q) and ends_k[-1] <= len(k)
-        assert max_q == max(b - a for a, b in zip(ends_q, ends_q[1:], strict=False))
-        assert max_k == max(b - a for a, b in zip(ends_k, ends_k[1:], strict=False))
-        parts = [
-            _one(q[a:b], k[c:e], v[c:e], scale, causal, left)
-            for a, b, c, e in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
-            if a < b
-        ]
+        assert cu_q[-1] <= len(q) and cu_k[-1] <= len(k)
+        assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
+        spans = zip(*(pairwise(cu.tolist()) for cu in (cu_q, cu_k)), strict=True)
+        one = lambda a, b, c, e: _one(q[a:b], k[c:e], v[c:e], scale, causal, left)
+        parts = [one(*of_q, *of_k) for of_q, of_k in spans if of_q[0] < of_q[1]]
         outs, lses = [p[0] for p in parts], [p[1].T for p in parts]
-        rest = q.new_full((len(q) - ends_q[-1], *outs[0].shape[1:]), math.nan)  # what memory held
+        rest = q.new_full((len(q) - cu_q[-1], *outs[0].shape[1:]), math.nan)  # what memory held
         return torch.cat([*outs, rest]), torch.cat([*lses, rest[..., 0]]).detach()
 
     monkeypatch.setattr(fa2, "_call", stand_in)
@@ -99,7 +90,7 @@ PACKED = [0, 19, 19, 24, 25, 57, 65]  # an empty sequence, ones shorter than l, 
 
 def test_packed_sequences_equal_each_alone(calls):
     cu, l, d = torch.tensor(PACKED, dtype=torch.int32), 8, 4
-    spans = list(zip(PACKED, PACKED[1:], strict=False))
+    spans = list(pairwise(PACKED))
     counts = [num_compressed(b - a, l, d) for a, b in spans]
     q, k, v = make_qkv(1, PACKED[-1], 4, 2, 8, 8, dtype=torch.float64)
     _, kc, vc = make_qkv(1, 1, 4, 2, 8, 8, Skv=sum(counts), dtype=torch.float64, seed=1)
@@ -109,7 +100,7 @@ def test_packed_sequences_equal_each_alone(calls):
         win = oracle.sliding_attention(q[:, a:b], k[:, a:b], v[:, a:b], window=6)
         want.append([*oracle.compressed_attention(q[:, a:b], *cmp, l=l, d=d), win])
     want = [torch.cat(x, 1)[0] for x in zip(*want, strict=True)]
-    for form, longest in itertools.product(("auto", "varlen"), (None, 32)):
+    for form, longest in product(("auto", "varlen"), (None, 32)):
         kw = dict(cu_seqlens=cu, max_seqlen=longest, form=form)
         out, lse = fa2.compressed_fa2(q[0], kc[0], vc[0], l=l, d=d, **kw)
         win = fa2.sliding_fa2(q[0], k[0], v[0], window=6, **kw)
@@ -127,54 +118,41 @@ def test_packed_sequences_too_short_for_any_key(calls):
 
 
 def test_gradients_of_a_pack_match_the_reference(calls):
-    S, l, d = 27, 8, 4
+    S, cmp, win = 27, dict(l=8, d=4), dict(window=6)
     grad_out = randn(1, S, 4, 8, seed=5, dtype=torch.float64)
-    cu = torch.tensor([0, S], dtype=torch.int32)
-    cmp = dict(l=l, d=d)
+    pack = dict(cu_seqlens=torch.tensor([0, S], dtype=torch.int32))
     for run, plain, n in (
-        (lambda *x, **kw: fa2.compressed_fa2(*x, **cmp, **kw)[0],
-         lambda *x: reference.compressed_attention(*x, **cmp)[0], num_compressed(S, l, d)),
-        (lambda *x, **kw: fa2.sliding_fa2(*x, window=6, **kw),
-         lambda *x: reference.sliding_attention(*x, window=6), S),
+        (lambda *x: fa2.compressed_fa2(*(t[0] for t in x), **cmp, **pack)[0][None],
+         lambda *x: reference.compressed_attention(*x, **cmp)[0], num_compressed(S, 8, 4)),
+        (lambda *x: fa2.sliding_fa2(*(t[0] for t in x), **win, **pack)[None],
+         lambda *x: reference.sliding_attention(*x, **win), S),
     ):  # fmt: skip
         inputs = make_qkv(1, S, 4, 2, 8, 8, Skv=n, dtype=torch.float64, seed=3)
-        got = grads(
-            lambda *x, run=run: run(*(t[0] for t in x), cu_seqlens=cu)[None], inputs, grad_out
-        )
-        torch.testing.assert_close(got, grads(plain, inputs, grad_out))
-
-
-RUNS = {
-    "sliding": lambda q, k, v, **how: fa2.sliding_fa2(q, k, v, window=unseen.W, **how),
-    "sliding chunk": lambda q, k, v, **how: fa2.sliding_fa2(
-        q, k, v, window=unseen.W, q_start=unseen.S - 6, **how),
-    "compressed": lambda q, k, v, **how: fa2.compressed_fa2(
-        q, k, v, l=unseen.L, d=unseen.D, **how)[0],
-}  # fmt: skip
+        torch.testing.assert_close(grads(run, inputs, grad_out), grads(plain, inputs, grad_out))
 
 
 @pytest.mark.parametrize("bad", unseen.BAD)
-@pytest.mark.parametrize("form", ["auto", "varlen"])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name, form", [
+    *product(["sliding", "sliding chunk", "compressed"], ["auto", "varlen"]),
+    ("sliding", "packed"), ("compressed", "packed"),
+])  # fmt: skip
 def test_unseen_values_have_no_effect(name, form, bad, calls):
-    _, x, sees, places = unseen.branch_case("reference", name)
-    unseen.check(lambda *x: RUNS[name](*x, form=form), x, sees, places, bad)
-
-
-@pytest.mark.parametrize("bad", unseen.BAD)
-@pytest.mark.parametrize("name", ["sliding", "compressed"])
-def test_unseen_values_of_a_pack_have_no_effect(name, bad, calls):
-    _, x, sees, places = unseen.packed_case("reference", name)
-    cu = torch.tensor(unseen.CU, dtype=torch.int32)
-    unseen.check(lambda *x: RUNS[name](*x, cu_seqlens=cu), x, sees, places, bad)
+    packed = form == "packed"
+    case = unseen.packed_case if packed else unseen.branch_case
+    how = dict(cu_seqlens=torch.tensor(unseen.CU).int()) if packed else dict(form=form)
+    if name == "compressed":
+        run = lambda *x: fa2.compressed_fa2(*x, l=unseen.L, d=unseen.D, **how)[0]
+    else:
+        how |= dict(window=unseen.W, q_start=unseen.S - 6 if "chunk" in name else 0)
+        run = lambda *x: fa2.sliding_fa2(*x, **how)
+    unseen.check(run, *case("reference", name)[1:], bad)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_lse_tells_of_keys_alone(packed, calls):
     n = num_compressed(unseen.S, unseen.L, unseen.D)
-    q, k, v = unseen.inputs(n, packed=packed)
+    q, k, v = (x.clone() for x in unseen.inputs(n, packed=packed))
     how = dict(cu_seqlens=torch.tensor([0, unseen.S], dtype=torch.int32)) if packed else {}
-    k, v = k.clone(), v.clone()
     k[..., -1, :, 3], v[..., 0, :, 3] = math.inf, math.nan
     lse = fa2.compressed_fa2(q, k, v, l=unseen.L, d=unseen.D, **how)[1]
     sees = unseen.sees_compressed(unseen.S, n)[:, -1]
@@ -248,11 +226,9 @@ def test_a_call_gets_what_loads_of_16_bytes_may_read(layout, operator):
 
 def test_only_a_dense_causal_call_leaves_its_right_side_open():
     cu = torch.tensor([0, 4], dtype=torch.int32)
-    right = {(c, left, packed): fa2._right(c, left, cu if packed else None)
-             for c in (True, False) for left in (-1, 4) for packed in (True, False)}  # fmt: skip
-    assert {how for how, side in right.items() if side == 0} == {
-        (True, -1, True), (True, 4, True), (True, 4, False)
-    }  # fmt: skip
+    every = product((True, False), (-1, 4), (cu, None))
+    closed = [(c, left, x is cu) for c, left, x in every if fa2._right(c, left, x) == 0]
+    assert closed == [(True, -1, True), (True, 4, True), (True, 4, False)]
 
 
 @pytest.mark.parametrize("sm, dims, grad, refused", [
@@ -335,23 +311,21 @@ def test_a_broken_package_is_tried_in_a_child(body, expected, tmp_path, monkeypa
     assert version is None and reason.startswith(expected)
 
 
-@pytest.mark.parametrize("torch_version, cuda, python, abi, machine, said", [
-    ("2.8.0+cu128", "12.8", "3.12", True, "x86_64",
+@pytest.mark.parametrize("of, machine, said", [
+    (("2.8.0+cu128", "12.8", "3.12", True), "x86_64",
      "fits is flash_attn-2.8.3+cu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl from"),
-    ("2.6.0", "12.4", "3.9.1", False, "x86_64",
+    (("2.6.0", "12.4", "3.9.1", False), "x86_64",
      "fits is flash_attn-2.8.3+cu12torch2.6cxx11abiFALSE-cp39-cp39-linux_x86_64.whl from"),
-    ("2.4.1", "12.4", "3.13", False, "x86_64", "no official wheel for torch 2.4, CUDA 12"),
-    ("2.10.0+cu128", "12.8", "3.12", True, "x86_64", "no official wheel for torch 2.10, CUDA"),
-    ("2.11.0+cu130", "13.0", "3.12", True, "x86_64", "no official wheel for torch 2.11, CUDA"),
-    ("2.8.0+cu129", "12.9", "3.12", True, "aarch64", "no official wheel for torch 2.8, CUDA"),
-    ("2.8.0+cu126", "12.6", "3.14", True, "x86_64", "CUDA 12, Python 3.14 on x86_64: torch's"),
-    ("2.13.0+cpu", None, "3.12", True, "x86_64", "torch 2.13.0+cpu is built without CUDA"),
+    (("2.4.1", "12.4", "3.13", False), "x86_64", "no official wheel for torch 2.4, CUDA 12"),
+    (("2.10.0+cu128", "12.8", "3.12", True), "x86_64", "no official wheel for torch 2.10, CUDA"),
+    (("2.11.0+cu130", "13.0", "3.12", True), "x86_64", "no official wheel for torch 2.11, CUDA"),
+    (("2.8.0+cu129", "12.9", "3.12", True), "aarch64", "no official wheel for torch 2.8, CUDA"),
+    (("2.8.0+cu126", "12.6", "3.14", True), "x86_64", "CUDA 12, Python 3.14 on x86_64: torch's"),
+    (("2.13.0+cpu", None, "3.12", True), "x86_64", "torch 2.13.0+cpu is built without CUDA"),
 ])  # fmt: skip
-def test_a_wheel_is_named_where_one_is_published(
-    torch_version, cuda, python, abi, machine, said, monkeypatch
-):
+def test_a_wheel_is_named_where_one_is_published(of, machine, said, monkeypatch):
     monkeypatch.setattr(fa2_wheels.platform, "machine", lambda: machine)
-    assert said in fa2_wheels.wheel(torch_version, cuda, python, abi)
+    assert said in fa2_wheels.wheel(*of)
 
 
 def test_the_probe_asks_for_this_torch(monkeypatch):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 
+import nsa
 from bench.parity import assert_parity
 from nsa import dispatch, launches, reference
-from nsa.attention import compressed_attention, sliding_attention
 from nsa.blocks import num_compressed
 from nsa.flags import Flags
 from nsa.kernels import fa2
@@ -31,11 +32,15 @@ def source(cuda) -> str:
     return found.source
 
 
-def truth(branch, q, k, v, q_start):
-    """The branch in plain PyTorch: (out, lse) or (out,)."""
+def attend(lib, branch, q, k, v, **how):
+    """The branch of a library: (out, lse) or (out,)."""
     if branch == "compressed":
-        return reference.compressed_attention(q, k, v, l=L, d=D_STRIDE, q_start=q_start)
-    return (reference.sliding_attention(q, k, v, window=WINDOW, q_start=q_start),)
+        return lib.compressed_attention(q, k, v, l=L, d=D_STRIDE, **how)
+    return (lib.sliding_attention(q, k, v, window=WINDOW, **how),)
+
+
+def truth(branch, q, k, v, q_start):
+    return attend(reference, branch, q, k, v, q_start=q_start)
 
 
 def same_dtype(branch, q, k, v, q_start):
@@ -57,7 +62,7 @@ def same_dtype(branch, q, k, v, q_start):
 def each_sequence(run, branch, q, k, v, cu):
     """run() on each packed sequence as a batch of one, packed again."""
     parts, at_k = [], 0
-    for a, b in zip(cu, cu[1:], strict=False):
+    for a, b in pairwise(cu):
         n = num_compressed(b - a, L, D_STRIDE) if branch == "compressed" else b - a
         part = run(branch, q[None, a:b], k[None, at_k : at_k + n], v[None, at_k : at_k + n], 0)
         parts.append([None if x is None else x[0] for x in part])
@@ -71,24 +76,18 @@ def check(case, source, branch, form, inputs, *, cu=None, q_start=0, seed=0):
     name = f"fa2_{source}_{'varlen' if form == 'varlen' or cu and form == 'auto' else 'dense'}"
     device = inputs[0].device
     kw = {"q_start": q_start, "backend": "fa2", "flags": flags}
-    if cu is not None:
-        kw = {**kw, "q_start": 0, "cu_seqlens": torch.tensor(cu, dtype=torch.int32, device=device)}
+    if cu:
+        kw["cu_seqlens"] = torch.tensor(cu, dtype=torch.int32, device=device)
     q, k, v = (x.detach().requires_grad_() for x in inputs)
     with launches.recording() as launched, dispatch.trace() as taken:
-        if branch == "compressed":
-            got = compressed_attention(q, k, v, l=L, d=D_STRIDE, **kw)
-        else:
-            got = (sliding_attention(q, k, v, window=WINDOW, **kw),)
+        got = attend(nsa, branch, q, k, v, **kw)
         grad_out = randn(*got[0].shape, seed=seed + 9, dtype=q.dtype, device=device)
         got = [*got, *torch.autograd.grad(got[0], (q, k, v), grad_out)]
     torch.cuda.synchronize()
 
     def plain(run, dtype):
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
-        if cu is None:
-            result = list(run(branch, *leaves, q_start))
-        else:
-            result = list(each_sequence(run, branch, *leaves, cu))
+        result = each_sequence(run, branch, *leaves, cu) if cu else run(branch, *leaves, q_start)
         return [*result, *torch.autograd.grad(result[0], leaves, grad_out.to(dtype))]
 
     ops = ["out", *["lse"] * (branch == "compressed"), "dQ", "dK", "dV"]
@@ -123,9 +122,7 @@ def test_fa2_gpu_varlen_batches(dtype, HQ, G, Dk, Dv, form, branch, cuda, source
 @pytest.mark.parametrize("form", ["auto", "dense"])
 @pytest.mark.parametrize("dtype", [BF, HALF])
 def test_fa2_gpu_varlen_packed(dtype, form, branch, cuda, source):
-    total = sum(
-        num_compressed(b - a, L, D_STRIDE) for a, b in zip(LENGTHS, LENGTHS[1:], strict=False)
-    )
+    total = sum(num_compressed(b - a, L, D_STRIDE) for a, b in pairwise(LENGTHS))
     N = total if branch == "compressed" else LENGTHS[-1]
     inputs = make_qkv(1, LENGTHS[-1], 8, 2, 64, 64, Skv=N, dtype=dtype, device=cuda, seed=4)
     inputs = [x[0] for x in inputs]

@@ -52,10 +52,8 @@ SPANS = [[[0, 0], [0, 0]], [[2, 9], [5, 12]], [[0, 1], [19, 20]], [[0, 20], [3, 
 @pytest.mark.parametrize("pack", [True, False])
 def test_gradcheck_of_the_fallback_routes(pack):
     """fp64 has no kernel: packed SDPA, or the reference where packing is off."""
-    leaves, flags = (
-        inputs(torch.float64, G=1, Skv=20, D=2, Dv=4, grad=True),
-        Flags(use_sel_pack=pack),
-    )
+    leaves = inputs(torch.float64, G=1, Skv=20, D=2, Dv=4, grad=True)
+    flags = Flags(use_sel_pack=pack)
     attend = lambda *x: selection_attention_triton(*x, rows_of(SPANS), flags=flags)
     assert torch.autograd.gradcheck(attend, leaves)
 

@@ -17,9 +17,7 @@ WIDENED = [
     Shape((37,), G=1, h=3, D=24, Dv=16),  # whose queries choose all blocks, by no scores
     Shape((5, 0, 55, 1, 9), h=3),
     Shape((18,), h=5, q_start=41, batch=2, dtype=F32),
-    pytest.param(
-        Shape((2100,), G=2, h=5, **WIDE, dtype=BF16, n_sel=8, **PAPER), marks=pytest.mark.core
-    ),
+    pytest.param(Shape((2100,), h=5, **WIDE, dtype=BF16, n_sel=8, **PAPER), marks=pytest.mark.core),
     Shape((1, 1700, 63, 400), G=1, h=7, D=64, Dv=64, n_sel=4, **PAPER),
     Shape((2048,), G=1, h=12, D=192, Dv=128, dtype=BF16, n_sel=16, **PAPER),
 ]
@@ -46,17 +44,15 @@ def test_the_whole_operator_against_the_oracle(shape, device, monkeypatch):
 def test_scores_within_attention_are_of_the_real_heads(heads, groups, cuda, monkeypatch):
     if not hopper.enabled(cuda):
         pytest.skip("for Hopper's kernels")
-    S, how = 17000, dict(dtype=BF16, device=cuda)
-    tensors = make_layer(S, heads * groups, groups, 128, l=32, d=16, **how)
-    run = lambda: prefill.nsa_prefill_triton(
-        *tensors, l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512
-    )
+    S, how = 17000, dict(l=32, d=16)
+    tensors = make_layer(S, heads * groups, groups, 128, **how, dtype=BF16, device=cuda)
+    how |= dict(l_sel=64, n_sel=16, n_init=1, n_local=2, window=512)
     with launches.recording() as counts:
-        out, aux = run()
+        out, aux = prefill.nsa_prefill_triton(*tensors, **how)
     assert "_hide_heads_kernel" not in counts and counts["_span_pair_fwd_hopper_kernel"], counts
     monkeypatch.setattr(head_padding, "SPLIT_KEYS", {8: S + 1, 16: S + 1})
     with launches.recording() as counts:
-        want, wanted = run()
+        want, wanted = prefill.nsa_prefill_triton(*tensors, **how)
     assert "_span_pair_fwd_hopper_kernel" not in counts
     same = (aux["block_indices"] == wanted["block_indices"])[0]
     assert same.double().mean() > 0.99
@@ -66,14 +62,11 @@ def test_scores_within_attention_are_of_the_real_heads(heads, groups, cuda, monk
     torch.testing.assert_close(out[0][rows], want[0][rows], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(
-    "change, heads",
-    [
-        ({}, 8), (dict(heads=3), 4), (dict(heads=8), 8), (dict(heads=12), 16), (dict(heads=2), 2),
-        (dict(heads=17), 17), (dict(d=192), 8), (dict(d=64), 5), (dict(d=64, dv=64), 8),
-        (dict(dtype=F32), 5), (dict(dtype=F16), 8), (dict(use_gluon=False), 5),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, heads", [
+    ({}, 8), (dict(heads=3), 4), (dict(heads=8), 8), (dict(heads=12), 16), (dict(heads=2), 2),
+    (dict(heads=17), 17), (dict(d=192), 8), (dict(d=64), 5), (dict(d=64, dv=64), 8),
+    (dict(dtype=F32), 5), (dict(dtype=F16), 8), (dict(use_gluon=False), 5),
+])  # fmt: skip
 def test_which_groups_get_more_heads(change, heads, monkeypatch):
     """A group is widened where the kernels for Hopper serve and take it then."""
     of = dict(heads=5, d=128, dv=128, dtype=BF16, use_gluon=None)

@@ -5,9 +5,8 @@ On an H100 or H200:  python -m pytest nsa/tests/test_hopper.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,23 +14,19 @@ import yaml
 
 import nsa
 from nsa import blocks, launches, reference
-from nsa import flags as flags_module
 from nsa.flags import clear_flags_cache
 from nsa.kernels import prefill
-from nsa.kernels.prefill import hopper, nsa_prefill_triton
-from nsa.kernels.prefill.blocks import fwd_hopper as blocks_fwd_hopper
-from nsa.kernels.prefill.blocks import tile_blocks
+from nsa.kernels.prefill import hopper
+from nsa.kernels.prefill.blocks import fwd_hopper, tile_blocks
 from nsa.kernels.prefill.choice import score_hopper as score
 from nsa.kernels.prefill.choice import score_in_attention_hopper, score_topn_triton
-from nsa.kernels.prefill.choice.score_in_attention_hopper import SCALE
 from nsa.kernels.prefill.choice.score_topn_triton import Slab
-from nsa.kernels.prefill.hopper import RELEASES
 from nsa.kernels.prefill.packs import Rows
 from nsa.kernels.prefill.span import bwd_triton as span_bwd
 from nsa.kernels.prefill.span import fwd_hopper as span_fwd_hopper
 from nsa.kernels.prefill.span.bwd_hopper import query_share
 from nsa.kernels.prefill.span.bwd_triton import span_attention_bwd
-from nsa.kernels.prefill.span.fwd_hopper import scores_tile, span_pair_fwd_hopper
+from nsa.kernels.prefill.span.fwd_hopper import span_pair_fwd_hopper
 from nsa.kernels.prefill.span.fwd_triton import span_attention_fwd
 from nsa.kernels.prefill.span.kinds import COMPRESSED, SLIDING, Span
 from nsa.tests import cases
@@ -43,7 +38,7 @@ from nsa.tests.test_block_attn import PACK
 FORWARD, BACKWARD = "_span_fwd_hopper_kernel", "_span_bwd_hopper_kernel"
 SELECTION = "_block_attn_bwd_hopper_kernel"
 SHARED = "_block_attn_fwd_hopper_kernel"
-SCORES = "_block_score_hopper_kernel"
+SCORES, PAIR = "_block_score_hopper_kernel", "_span_pair_fwd_hopper_kernel"
 BY_KEYS = ("_block_attn_begin_kernel", "_block_attn_keys_hopper_kernel", "_block_attn_end_kernel")
 HALVES = "_round_halves_kernel"
 CORE = pytest.mark.core
@@ -90,8 +85,8 @@ def test_they_serve_unless_switched_off(on_hopper, monkeypatch):
     ]
     assert all(call() for call in calls)
     narrow = v[..., :64].contiguous()
-    assert on_hopper.forward_pair(q, k, v, k, narrow) is None
-    assert on_hopper.forward_pair(q, k, narrow, k, v) is None
+    for pair in ((k, v, k, narrow), (k, narrow, k, v)):
+        assert on_hopper.forward_pair(q, *pair) is None
     assert on_hopper.forward_pair(*(x.half() for x in (q, k, v, k, v))) is None
     monkeypatch.setenv("NSA_USE_GLUON", "0")
     clear_flags_cache()
@@ -122,7 +117,7 @@ def test_why_another_card_or_a_flag_keeps_the_triton_kernels(on_hopper, monkeypa
 def test_the_nightly_lane_compiles_for_every_release_that_serves():
     path = Path(nsa.__file__).parents[1] / ".github/workflows/nightly.yml"
     releases = yaml.safe_load(path.read_text())["jobs"]["hopper"]["strategy"]["matrix"]["triton"]
-    assert set(RELEASES) <= {f"{r.rpartition('.')[0]}." for r in releases}
+    assert set(hopper.RELEASES) <= {f"{r.rpartition('.')[0]}." for r in releases}
 
 
 @pytest.mark.parametrize("how, forward, backward, blocks", [
@@ -140,7 +135,7 @@ def test_what_they_do_not_take_stays_where_it_was(how, forward, backward, blocks
     assert (on_hopper.backward(q, k, v, do) is not None) == backward
 
 
-@pytest.mark.parametrize("how, n_sel, block_size, scale, serves", [
+@pytest.mark.parametrize("how, n_sel, size, scale, serves", [
     (dict(hq=32), 16, 64, 0.1, True), (dict(hq=18), 128, 64, 0.1, True),
     (dict(hq=32, d=64, dv=64), 16, 64, 0.1, True),
     (dict(hq=32, dtype=F16), 1, 64, 1.0, True),
@@ -160,11 +155,9 @@ def test_what_they_do_not_take_stays_where_it_was(how, forward, backward, blocks
     (dict(hq=8, S=6080), 16, 64, 0.1, False), (dict(hq=8, S=6144), 65, 64, 0.1, False),
     (dict(hq=8, S=6144, dtype=F16), 16, 64, 0.1, False),
 ])  # fmt: skip
-def test_which_selections_share_their_reads(
-    how, n_sel, block_size, scale, serves, asked, on_hopper
-):
+def test_which_selections_share_their_reads(how, n_sel, size, scale, serves, asked, on_hopper):
     q, k, v, _ = tensors(**how)
-    found = on_hopper.block_forward(q, k, v, n_sel, block_size, scale, k.shape[1])
+    found = on_hopper.block_forward(q, k, v, n_sel, size, scale, k.shape[1])
     assert (found is not None) == serves
 
 
@@ -205,7 +198,7 @@ def test_where_attention_scores_blocks(how, l, d, l_sel, serves, asked, on_hoppe
 def test_the_files_entry_of_the_gpu_switches_them_off(on_hopper, monkeypatch, tmp_path):
     path = tmp_path / "base.yaml"
     path.write_text("runtime: {devices: {NVIDIA H200: {use_gluon: false}}}")
-    monkeypatch.setattr(flags_module, "CONFIG_PATH", path)
+    monkeypatch.setattr("nsa.flags.CONFIG_PATH", path)
     monkeypatch.delenv("NSA_USE_GLUON", raising=False)
     for name, enabled in (("NVIDIA H200", False), ("NVIDIA H100", True)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
@@ -243,25 +236,19 @@ def test_long_sequences_of_bf16_go_by_keys(on_hopper, asked):
     assert not module.splits(q, v, 65, 12288) and module.splits(q, v, 64, 12288)
 
 
-class TwoPasses(Exception):
-    pass
-
-
 def test_deterministic_algorithms_keep_the_two_passes(asked, on_hopper, monkeypatch):
-    asked_for = []
-    one_pass = SimpleNamespace(span_attention_bwd_hopper=lambda *a: "one pass")
-    monkeypatch.setattr(on_hopper, "backward", lambda *a: asked_for.append(a) or one_pass)
+    one_pass = mock.Mock()
+    monkeypatch.setattr(on_hopper, "backward", mock.Mock(return_value=one_pass))
     monkeypatch.setattr(span_bwd, "keys_for_backward", lambda k: k)
     q, k, v, do = tensors()
     lse = torch.zeros(q.shape[:-1])
-    call = lambda: span_bwd.span_attention_bwd(
-        do, q, k, v, q, lse, Span(COMPRESSED, 32, 16), 1.0, delta=lse
-    )
-    assert call() == "one pass" and len(asked_for) == 1
-    monkeypatch.setattr(span_bwd, "dq_tiles", lambda *a: (_ for _ in ()).throw(TwoPasses))
-    with deterministic(), pytest.raises(TwoPasses):
-        call()
-    assert len(asked_for) == 1
+    args = do, q, k, v, q, lse, Span(COMPRESSED, 32, 16), 1.0
+    found = span_attention_bwd(*args, delta=lse)
+    assert found is one_pass.span_attention_bwd_hopper.return_value
+    monkeypatch.setattr(span_bwd, "dq_tiles", mock.Mock(side_effect=LookupError("two passes")))
+    with deterministic(), pytest.raises(LookupError, match="two passes"):
+        span_attention_bwd(*args, delta=lse)
+    assert on_hopper.backward.call_count == 1
 
 
 @pytest.mark.parametrize("sms", [1, 132])
@@ -333,6 +320,21 @@ def test_choice_of_blocks(shape, device, monkeypatch):
     assert counts[SCORES] > 1
 
 
+def block_sums(q, k, scale, start, n_blocks, *, l=32, d=16, l_sel=64, real=None):
+    """Truth for queries q [B, S, HQ, D] from position `start` on, in fp64: what blocks get,
+    [B, G, S, n_blocks], which is the probability of each compressed key, over the first `real`
+    heads of a group, times the tokens that it has in the block; and lse [B, G, S, h]."""
+    key = torch.arange(k.shape[1], device=q.device) * d
+    t = torch.arange(start, start + q.shape[1], device=q.device)
+    q = q.double().unflatten(2, (k.shape[2], -1))
+    logits = torch.einsum("bsghc,bngc->bgshn", q, k.double()) * scale
+    logits.masked_fill_(key + l > t[:, None, None] + 1, float("-inf"))
+    block = torch.arange(n_blocks, device=q.device) * l_sel
+    overlap = torch.minimum(key[:, None] + l, block + l_sel) - torch.maximum(key[:, None], block)
+    p = logits.softmax(-1).nan_to_num()[:, :, :, :real].sum(3)
+    return p @ overlap.clamp(min=0).double(), logits.logsumexp(-1)
+
+
 @pytest.mark.parametrize("heads, width, l, d, l_sel, start, s", [
     (16, 128, 32, 16, 64, 0, 515), (16, 128, 32, 16, 64, 9000, 4200), (8, 64, 32, 16, 64, 137, 515),
     (4, 128, 64, 16, 32, 0, 515), (2, 64, 16, 16, 128, 61, 515), (1, 128, 256, 16, 64, 0, 515),
@@ -349,57 +351,44 @@ def test_block_scores(heads, width, l, d, l_sel, start, s, device):
         assert s // score.tile(heads)[0] * b * g > 3 * sms and n > 2 * score.STAGES * score.KEYS
     q = randn(b, s, g * heads, width, seed=1, dtype=BF16, device=device)
     k = randn(b, n, g, width, seed=2, dtype=BF16, device=device)
-    key, t = torch.arange(n, device=device) * d, start + torch.arange(s, device=device)
-    logits = (
-        torch.einsum("bsghc,bngc->bgshn", q.double().unflatten(2, (g, heads)), k.double()) * 0.2
-    )
-    logits.masked_fill_(key + l > t[:, None, None] + 1, float("-inf"))
-    lse = logits.logsumexp(-1)
     queries, keys = score.tile(heads)
-    blocks = keys * d // l_sel
-    n_ld = (-(-(start + s) // l_sel // blocks) + 2) * blocks
+    of_tile = keys * d // l_sel  # blocks
+    n_ld = (-(-(start + s) // l_sel // of_tile) + 2) * of_tile
     rows = -(-s // queries) * queries
+    want, lse = block_sums(q, k, 0.2, start, n_ld, l=l, d=d, l_sel=l_sel)
     scores = torch.full((b * g, rows, n_ld), float("nan"), device=device)
     score.block_scores(
         q, k, lse.transpose(1, 2).flatten(2).float().contiguous(), l=l, d=d, l_sel=l_sel,
         softmax_scale=0.2, at=Rows.of(q, k, None, None), q_start=start,
         slab=Slab(begin=0, queries=s, scores=scores, rows=rows, n_ld=n_ld),
     )  # fmt: skip
-    block = torch.arange(n_ld, device=device) * l_sel
-    overlap = torch.minimum(key[:, None] + l, block + l_sel) - torch.maximum(key[:, None], block)
-    p = (logits - lse[..., None].clamp(min=-1e30)).exp().sum(3)
-    want = p @ overlap.clamp(min=0).double()
     for begin in range(0, s, queries):
-        last = start + min(begin + queries, s) - 1
-        tiles = -(-((last + 1 - l) // d + 1) // keys) if last + 1 >= l else 0
-        got = scores.unflatten(0, (b, g))[:, :, begin : min(begin + queries, s)]
+        end = min(begin + queries, s)
+        tiles = -(-blocks.num_compressed(start + end, l, d) // keys)
+        got, known = scores.unflatten(0, (b, g))[:, :, begin:end], (tiles + 1) * of_tile
         torch.testing.assert_close(
-            got[..., : (tiles + 1) * blocks].double() / 1024,
-            want[:, :, begin : begin + queries, : (tiles + 1) * blocks], rtol=1e-3, atol=1e-5,
-        )  # fmt: skip
-        assert got[..., (tiles + 1) * blocks :].isnan().all()
+            got[..., :known].double() / 1024, want[:, :, begin:end, :known], rtol=1e-3, atol=1e-5
+        )
+        assert got[..., known:].isnan().all()
 
 
-def by_attention(q, k, v, scale, start, pair, real):
+def by_attention(q, k, scale, start, pair, real):
     """(out, lse, NaN or scores [B, G, S, n_ld] of what attention writes by the first `real` heads
-    of a group), and out, lse without."""
+    of a group), and out, lse without, where values are the keys."""
     (b, s, hq, _), g = q.shape, k.shape[2]
     queries, _ = span_fwd_hopper.scores_tile(hq // g)
     n_ld, rows = (-(-(start + s) // 2048) + 1) * 32, -(-s // queries) * queries
     scores = torch.full((b * g, rows, n_ld), float("nan"), device=q.device)
     slabs = [Slab(0, s, scores, rows, n_ld)]
-    cmp = Span(COMPRESSED, 32, 16)
+    cmp, how = Span(COMPRESSED, 32, 16), dict(q_start=start, heads=real)
+    attend, tensors, spans = span_fwd_hopper.span_attention_fwd_hopper, (q, k, k), (cmp,)
     if pair:
-        keys = randn(b, start + s, g, q.shape[-1], seed=7, dtype=q.dtype, device=q.device)
-        gates = randn(b, s, hq, 3, seed=8, dtype=q.dtype, device=q.device)
-        run = lambda slabs: span_fwd_hopper.span_pair_fwd_hopper(
-            q, k, v, keys, keys, gates, cmp, Span(SLIDING, 512), scale, q_start=start,
-            win_start=start, slabs=slabs, heads=real,
-        )  # fmt: skip
-    else:
-        run = lambda slabs: span_fwd_hopper.span_attention_fwd_hopper(
-            q, k, v, cmp, scale, q_start=start, slabs=slabs, heads=real
-        )
+        attend, spans = span_pair_fwd_hopper, (cmp, Span(SLIDING, 512))
+        how["win_start"] = start
+        draw = lambda i, *dims: randn(b, *dims, seed=i, dtype=q.dtype, device=q.device)
+        keys = draw(7, start + s, g, q.shape[-1])
+        tensors = q, k, k, keys, keys, draw(8, s, hq, 3)
+    run = lambda slabs: attend(*tensors, *spans, scale, slabs=slabs, **how)
     return (*run(slabs), scores.unflatten(0, (b, g))[:, :, :s]), run(None)
 
 
@@ -418,29 +407,21 @@ def test_scores_of_attentions_own(heads, real, width, start, s, scale, dtype, pa
     n = (start + s - 32) // 16 + 1
     q = randn(b, s, g * heads, width, seed=1, dtype=dtype, device=device)
     k = randn(b, n, g, width, seed=2, dtype=dtype, device=device)
-    (out, lse, scores), (want_out, want_lse) = by_attention(q, k, k, scale, start, pair, real)
+    (out, lse, scores), (want_out, want_lse) = by_attention(q, k, scale, start, pair, real)
     torch.testing.assert_close(out, want_out, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-4)
-    queries, keys = scores_tile(heads)
-    key, position = torch.arange(n, device=device) * 16, torch.arange(s, device=device) + start
-    block = torch.arange(scores.shape[-1], device=device) * 64
-    overlap = torch.minimum(key[:, None] + 32, block + 64) - torch.maximum(key[:, None], block)
-    for begin in range(0, s, 64):
-        t = position[begin : begin + 64]
-        logits = torch.einsum(
-            "bsghc,bngc->bgshn", q[:, begin : begin + 64].double().unflatten(2, (g, heads)),
-            k.double(),
-        ) * scale  # fmt: skip
-        logits.masked_fill_(key + 32 > t[:, None, None] + 1, float("-inf"))
-        p = logits.softmax(-1).nan_to_num()[:, :, :, :real].sum(3)
-        want = p @ overlap.clamp(min=0).double() / 32
-        got = scores[:, :, begin : begin + 64].double() / 2.0**SCALE.value
-        ends = (t - start) // queries * queries + queries - 1
+    queries, keys = span_fwd_hopper.scores_tile(heads)
+    block = torch.arange(scores.shape[-1], device=device)
+    for begin in range(0, s, 64):  # of all queries at once fp64 takes much memory
+        part = slice(begin, begin + 64)
+        want, _ = block_sums(q[:, part], k, scale, start + begin, len(block), real=real)
+        got = scores[:, :, part].double() / 2.0**score_in_attention_hopper.SCALE.value
+        ends = torch.arange(s, device=device)[part] // queries * queries + queries - 1
         seen = (ends.clamp(max=s - 1) + start + 1 - 32) // 16 + 1
         written = ((-(-seen // keys)).clamp(min=1) + 1) * 32
-        here = (block // 64 < written[:, None]).expand_as(got)
+        here = (block < written[:, None]).expand_as(got)
         assert got[~here].isnan().all()
-        torch.testing.assert_close(got[here], want[here], rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(got[here], want[here] / 32, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["random", "clustered", "constant"])
@@ -463,52 +444,39 @@ def test_attention_chooses_as_good_blocks(heads, b, start, s, kind, device, monk
         monkeypatch.setattr(score_in_attention_hopper, "LEAST_KEYS", least)
         monkeypatch.setattr(score_topn_triton, "SLAB_BYTES", slab_bytes)
         with launches.recording() as counts, torch.no_grad():
-            out, info = nsa_prefill_triton(
+            _, info = prefill.nsa_prefill_triton(
                 q, k_cmp, k_cmp, keys, keys, keys, keys, gates, l=32, d=16, l_sel=64, n_sel=8,
                 n_init=1, n_local=2, window=512, q_start=start,
             )  # fmt: skip
-        return info["block_indices"], info["lse"], counts
+        return info["block_indices"], counts
 
-    want, lse, counts = choose(1 << 20)
+    want, counts = choose(1 << 20)
     assert counts[SCORES] == 1
-    got, _, counts = choose(0)
+    got, counts = choose(0)
     assert SCORES not in counts and counts["_block_topn_kernel"] == 1
     choose(0, 1)  # A call that meets a kernel to compile begins again, and what it launched counts.
-    by_slabs, _, counts = choose(0, 1)
-    assert counts["_block_topn_kernel"] == counts["_span_pair_fwd_hopper_kernel"] > 1
+    by_slabs, counts = choose(0, 1)
+    assert counts["_block_topn_kernel"] == counts[PAIR] > 1
     assert torch.equal(by_slabs, got)
     if kind == "constant":
         assert torch.equal(got, want)
         return
-    key, block = torch.arange(n, device=device) * 16, torch.arange(-(-(start + s) // 64)) * 64
-    block = block.to(device)
-    overlap = torch.minimum(key[:, None] + 32, block + 64) - torch.maximum(key[:, None], block)
-    overlap = overlap.clamp(min=0).double()
     for at in range(0, s, 97):
-        logits = torch.einsum(
-            "bghc,bngc->bghn", q[:, at].double().unflatten(1, (g, heads)), k_cmp.double()
-        ) / 128**0.5  # fmt: skip
-        logits.masked_fill_(key + 32 > start + at + 1, float("-inf"))
-        p = (logits - lse[:, at].double().unflatten(1, (g, heads))[..., None]).exp()
-        sums = p.nan_to_num().sum(2) @ overlap
-        mine, best = (
-            (sums.gather(2, x[:, at].long().clamp(min=0)) * (x[:, at] >= 0)).sum(2)
-            for x in (got, want)
-        )
-        assert (mine >= best * 0.9995).all()
+        n_blocks = blocks.num_sel_blocks(start + s, 64)
+        sums = block_sums(q[:, at : at + 1], k_cmp, 128**-0.5, start + at, n_blocks)[0][:, :, 0]
+        sum_of = lambda x, sums=sums: (sums.gather(2, x.clamp(min=0).long()) * (x >= 0)).sum(2)
+        assert (sum_of(got[:, at]) >= sum_of(want[:, at]) * 0.9995).all()
 
 
 def test_a_nan_query_changes_no_other_score(device):
+    others = torch.arange(700, device=device) != 685
+    draw = lambda n, h: randn(2, n, h, 128, seed=n, dtype=BF16, device=device)
+    scores = lambda q, k: by_attention(q, k, 0.1, 0, True, q.shape[2] // 2)[0][2][:, :, others]
     for heads in (4, 8, 16):
-        q, k = (randn(2, n, h, 128, seed=n, dtype=BF16, device=device)
-                for n, h in ((700, 2 * heads), (42, 2)))  # fmt: skip
-        (_, _, want), _ = by_attention(q, k, k, 0.1, 0, True, heads)
+        q, k = draw(700, 2 * heads), draw(42, 2)
+        want = scores(q, k)
         q[:, 685] = float("nan")
-        (_, _, got), _ = by_attention(q, k, k, 0.1, 0, True, heads)
-        others = torch.arange(700, device=device) != 685
-        torch.testing.assert_close(
-            got[:, :, others], want[:, :, others], rtol=0, atol=0, equal_nan=True
-        )
+        torch.testing.assert_close(scores(q, k), want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_nan_query_changes_no_other_choice(device):
@@ -517,21 +485,6 @@ def test_a_nan_query_changes_no_other_choice(device):
     how = dict(l=32, d=16, l_sel=64, n_sel=4, n_init=1, n_local=1)
     counts = kernels_of.assert_a_nan_query_harms_no_other(q, k, lse, 685, **how)
     assert counts[SCORES] == 1
-
-
-@pytest.mark.parametrize("bad", [0, 2])
-def test_a_nan_changes_no_choice_of_other_packed_sequences(bad, device):
-    cu, cu_cmp = pack(70, 20, 333)
-    q = randn(423, 8, 128, seed=1, dtype=BF16, device=device)
-    k = randn(int(cu_cmp[-1]), 2, 128, seed=2, dtype=BF16, device=device)
-    lse = randn(423, 8, seed=3, device=device)
-    sizes = dict(l=32, d=16, l_sel=64, n_sel=3, n_init=1, n_local=1, softmax_scale=0.1)
-    run = lambda: (
-        score_topn_triton.block_select(q, k, lse, cu_q=cu, cu_k=cu_cmp, max_q=333, **sizes),
-    )
-    with launches.recording() as counts:
-        outcome_of_nan(run, ((q, cu), (k, cu_cmp), (lse, cu)), bad)
-    assert counts[SCORES] == 2
 
 
 def attend(x: Problem, **changes) -> tuple[tuple[torch.Tensor, torch.Tensor], dict]:
@@ -664,10 +617,8 @@ def test_where_tiles_pay_some_go_by_keys(device, by_keys, monkeypatch):
     """The bound between both ways is in the middle of the tiles, and the way of each shows."""
     x = Problem(LONG[0].values[0], "ragged", device, monkeypatch)
     together(monkeypatch, 1500)
-    costs = tile_blocks.COSTS[128, 128]
-    lists = tile_blocks.tile_blocks(
-        x.blocks, None, 2500, 5500, 3000, 64, queries=8, heads=16, costs=costs
-    )
+    how = dict(queries=8, heads=16, costs=tile_blocks.COSTS[128, 128])
+    lists = tile_blocks.tile_blocks(x.blocks, None, 2500, 5500, 3000, 64, **how)
     whole = lists.rest.listed < 0
     share = whole.double().mean().item()
     assert 0.1 < share < 0.9
@@ -693,27 +644,24 @@ def test_scores_of_minus_infinity_tell(case, device, by_keys, monkeypatch):
     """No weight is left of them, as of a row that attends nothing, which has output 0."""
     x = Problem(case, "random", device, monkeypatch)
     sunk = x.sink(1003)
-    for (out, _), _ in (attend(x), attend(x, use_gluon=False)):
-        assert out[sunk].isnan().all() and out[~sunk].isfinite().all()
-    if case.h == 16:  # eight queries share what they read
-        with deterministic():
-            (out, _), counts = attend(x)
-        assert counts[SHARED] == 1
+    with deterministic():
+        shared, counts = attend(x)
+    assert counts.get(SHARED, 0) == (case.h == 16)  # eight queries share what they read
+    for out, _ in (attend(x)[0], attend(x, use_gluon=False)[0], shared):
         assert out[sunk].isnan().all() and out[~sunk].isfinite().all()
 
 
 @pytest.mark.parametrize("branch", ["compressed", "sliding"])
 def test_scores_of_minus_infinity_tell_in_a_span(branch, device):
-    q, k, v = (randn(1, 600, n, 128, seed=n, dtype=BF16, device=device) for n in (32, 2, 3))
-    v = v[:, :, :2].contiguous()
+    n = blocks.num_compressed(600, 32, 16) if branch == "compressed" else 600
+    draw = lambda i, *dims: randn(1, *dims, 128, seed=i, dtype=BF16, device=device)
+    q, k, v = draw(32, 600, 32), draw(2, n, 2), draw(3, n, 2)
     k[..., 0] = k[..., 0].abs() + 1
     q[:, [40, 599], :, 0] = -float("inf")
     sunk = q[..., 0].isinf()
-    n = blocks.num_compressed(600, 32, 16)
     with launches.recording() as counts:
         if branch == "compressed":
-            few = k[:, :n].contiguous(), v[:, :n].contiguous()
-            out, _ = prefill.compressed_attention_triton(q, *few, l=32, d=16)
+            out, _ = prefill.compressed_attention_triton(q, k, v, l=32, d=16)
         else:
             out, _ = prefill.sliding_attention_triton(q, k, v, window=100)
     assert counts[FORWARD] == 1, dict(counts)
@@ -750,19 +698,15 @@ def test_sums_by_keys_come_near_their_bound(size, device, by_keys, monkeypatch):
 @pytest.mark.parametrize("case", [LONG[0], LONG[4]], ids=str)
 def test_scores_far_above_the_neighbourhood(case, steep, device, by_keys, monkeypatch):
     """Of more and more rows a sum in fp16 overflows: they go the other way, and lse is exact."""
-    whole = []
-    end = blocks_fwd_hopper.end_tiles
-    monkeypatch.setattr(
-        blocks_fwd_hopper,
-        "end_tiles",
-        lambda lists, *a: (whole.append(lists), end(lists, *a)) and None,
-    )
+    end = mock.Mock(side_effect=fwd_hopper.end_tiles)
+    monkeypatch.setattr(fwd_hopper, "end_tiles", end)
     x = Problem(case, "random", device, monkeypatch)
     x.q *= steep
     (out, lse), (want, want_lse) = attend_both(x)
     torch.testing.assert_close(out, want, rtol=3e-2, atol=3e-2)
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-4)
-    (lists,) = whole
+    lists = end.call_args.args[0]
+    assert end.call_count == 1
     added = int(lists.rest.whole[0]) - int((lists.rest.listed < 0).sum())
     tiles = lists.counts.numel() * lists.queries // 8
     assert {2.0: added == 0, 10.0: added > 0, 40.0: added > 0.3 * tiles}[steep], (added, tiles)
@@ -877,56 +821,40 @@ def test_sums_come_near_their_bound_without_overflow(case, size, device, monkeyp
     assert (error < 5e-3 * norm).all()
 
 
-@dataclass(frozen=True)
-class CompressedBackward:
-    """Random inputs of the backward of compressed attention, whose queries stand at q_start."""
-
-    inputs: tuple[torch.Tensor, ...]  # q, k, v, the output's gradient
-    shape: Shape
-    q_start: int
-
-    @classmethod
-    def of(cls, shape, device, q_start=0, scale=1.0):
-        keys = (q_start + shape.lengths[0] - shape.l) // shape.d + 1
-        draw = lambda i, *dims: randn(1, *dims, seed=i, dtype=shape.dtype, device=device)
-        q = draw(0, shape.lengths[0], shape.G * shape.h, shape.D)
-        do = draw(1, shape.lengths[0], shape.G * shape.h, shape.Dv)
-        k, v = draw(2, keys, shape.G, shape.D), draw(3, keys, shape.G, shape.Dv)
-        q[..., 0], k[..., 0] = scale, -scale  # every score is lower by scale ** 2 / 2
-        return cls((q, k, v, do), shape, q_start)
-
-    def run(self):
-        """dq, dk, dv and the launches."""
-        (q, k, v, do), span = self.inputs, Span(COMPRESSED, self.shape.l, self.shape.d)
-        out, lse = span_attention_fwd(q, k, v, span, 0.5, q_start=self.q_start)
-        with launches.recording() as counts:
-            grads = span_attention_bwd(do, q, k, v, out, lse, span, 0.5, q_start=self.q_start)
-        return grads, counts
-
-    def exact(self):
-        *leaves, do = (x.double() for x in self.inputs)
-        out, _ = reference.compressed_attention(
-            *(x.requires_grad_() for x in leaves), l=self.shape.l, d=self.shape.d,
-            q_start=self.q_start, softmax_scale=0.5,
-        )  # fmt: skip
-        return torch.autograd.grad(out, leaves, do)
+def drawn(shape: Shape, keys: int, device: str, D: int, Dv: int) -> list[torch.Tensor]:
+    """q, the output's gradient, k and v of one sequence."""
+    draw = lambda i, *dims: randn(1, *dims, seed=i, dtype=shape.dtype, device=device)
+    S, G, HQ = shape.lengths[0], shape.G, shape.G * shape.h
+    return [draw(0, S, HQ, D), draw(1, S, HQ, Dv), draw(2, keys, G, D), draw(3, keys, G, Dv)]
 
 
 @pytest.mark.parametrize("width", [128, 192])
 @pytest.mark.parametrize("shape", SHAPES[:3:2], ids=str)
 def test_chunks_and_deep_scores(shape, width, device):
     """As near the truth as two passes are. With wide keys dS comes of a P that is rounded, too."""
-    x = CompressedBackward.of(replace(shape, D=width, Dv=128), device, q_start=37, scale=20.0)
-    got, counts = x.run()
+    n, span = blocks.num_compressed(37 + shape.lengths[0], 32, 16), Span(COMPRESSED, 32, 16)
+    q, do, k, v = drawn(shape, n, device, width, 128)
+    q[..., 0], k[..., 0] = 20.0, -20.0  # every score is lower by 200
+    how = dict(q_start=37)
+
+    def run():
+        out, lse = span_attention_fwd(q, k, v, span, 0.5, **how)
+        return span_attention_bwd(do, q, k, v, out, lse, span, 0.5, **how)
+
+    with launches.recording() as counts:
+        got = run()
     assert counts[BACKWARD] == 1
     with deterministic():
-        want, _ = x.run()
-    for name, ours, theirs, exact in zip("qkv", got, want, x.exact(), strict=True):
-        error, allowed = ((g.double() - exact).norm() for g in (ours, theirs))
+        want = run()
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, _ = reference.compressed_attention(*leaves, l=32, d=16, softmax_scale=0.5, **how)
+    exact = torch.autograd.grad(out, leaves, do.double())
+    for name, ours, theirs, true in zip("qkv", got, want, exact, strict=True):
+        error, allowed = ((g.double() - true).norm() for g in (ours, theirs))
         assert error < (1.05 if width == 128 else 1.6) * allowed, (name, error, allowed)
 
 
-def test_nan_stays_where_it_belongs(device):
+def test_nan_stays_where_it_belongs(device, monkeypatch):
     """A NaN reaches what depends on it, and nothing that does not see it. Hopper's kernels take a
     NaN value for one of its key (marked_keys.py): the log-sum-exp of what sees it is NaN too."""
 
@@ -940,11 +868,10 @@ def test_nan_stays_where_it_belongs(device):
 
     with launches.recording() as counts:
         ours = run()
-    assert counts[FORWARD] == 1 and counts[BACKWARD] == 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NSA_USE_GLUON", "0")
-        clear_flags_cache()
-        theirs = run()
+    assert counts[FORWARD] == counts[BACKWARD] == 1
+    monkeypatch.setenv("NSA_USE_GLUON", "0")
+    clear_flags_cache()
+    theirs = run()
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, theirs, strict=True):
         assert torch.equal(a[:2], b[:2]), name
     out, lse = ours[:2]
@@ -953,63 +880,48 @@ def test_nan_stays_where_it_belongs(device):
     assert not out[2, sees_it, :, 0].any()
 
 
-def outcome_of_nan(run, tensors, bad):
-    """Outputs of sequence `bad` after its rows of all tensors, (tensor, where sequences begin),
-    became NaN, which the others' outputs do not feel, to the last bit."""
-    want = run()
-    for x, ends in tensors:
-        x[ends[bad] : ends[bad + 1]] = float("nan")
-    begin, end = tensors[0][1][bad : bad + 2]
-    others = torch.ones(len(want[0]), dtype=torch.bool, device=want[0].device)
-    others[begin:end] = False
-    got = run()
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a[others], b[others])
-    return got[0][~others]
-
-
-@CORE
-@pytest.mark.parametrize("window", [None, 48, 512])  # None: compressed attention
 @pytest.mark.parametrize("bad", [0, 2])
-def test_a_nan_stays_in_its_packed_sequence(window, bad, device):
-    """Tiles of keys reach past the end of a sequence, the second of which has no compressed key."""
+@pytest.mark.parametrize("kind, heads", [
+    pytest.param(*kind, marks=CORE)
+    for kind in (("compressed", 8), (48, 8), (512, 8), ("both", 2), ("both", 16))
+] + [("choice", 4)])  # fmt: skip
+def test_a_nan_stays_in_its_packed_sequence(kind, heads, bad, device):
+    """Tiles of keys reach past the end of a sequence, the second of which has no compressed key.
+    Compressed attention, windows, both in one kernel, whose tiles share their places, and the
+    choice of blocks: what others find is the same to the last bit."""
     cu, cu_cmp = pack(70, 20, 333)
-    cu_keys = cu if window else cu_cmp
-    q, k, v = (
-        randn(n, h, 128, seed=h, dtype=BF16, device=device)
-        for n, h in ((int(cu[-1]), 16), (int(cu_keys[-1]), 2), (int(cu_keys[-1]), 2))
-    )
+    draw = lambda i, ends, *tail: randn(int(ends[-1]), *tail, seed=i, dtype=BF16, device=device)
+    q, gates = draw(0, cu, 2 * heads, 128), draw(1, cu, 2 * heads, 3).sigmoid()
+    cmp, win = ([draw(i + j, e, 2, 128) for j in (0, 1)] for i, e in ((2, cu_cmp), (4, cu)))
+    lse, spans = draw(6, cu, 2 * heads).float(), (Span(COMPRESSED, 32, 16), Span(SLIDING, 48))
+    sizes = dict(l=32, d=16, l_sel=64, n_sel=3, n_init=1, n_local=1, softmax_scale=0.1)
 
     def run():
-        packed = dict(cu_seqlens=cu)
-        with launches.recording() as counts:
-            if window:
-                got = prefill.sliding_attention_triton(q, k, v, window=window, **packed)
-            else:
-                got = prefill.compressed_attention_triton(
-                    q, k, v, l=32, d=16, cu_seqlens_cmp=cu_cmp, **packed
-                )
-        assert counts[FORWARD] == 1
-        return got
+        if kind == "compressed":
+            ends = dict(cu_seqlens=cu, cu_seqlens_cmp=cu_cmp)
+            return prefill.compressed_attention_triton(q, *cmp, l=32, d=16, **ends)
+        if kind == "both":
+            return span_pair_fwd_hopper(q, *cmp, *win, gates, *spans, 0.1, cu, cu_cmp)
+        if kind == "choice":
+            ends = dict(cu_q=cu, cu_k=cu_cmp, max_q=333)
+            return (score_topn_triton.block_select(q, cmp[0], lse, **ends, **sizes),)
+        return prefill.sliding_attention_triton(q, *win, window=kind, cu_seqlens=cu)
 
-    out = outcome_of_nan(run, ((q, cu), (k, cu_keys), (v, cu_keys)), bad)
-    assert out[40:].isnan().all()
-
-
-@CORE
-@pytest.mark.parametrize("bad", [0, 2])
-@pytest.mark.parametrize("heads", [2, 16])
-def test_a_nan_stays_in_its_packed_sequence_of_both(heads, bad, device):
-    """Compressed and sliding attention in one kernel, whose tiles share their places."""
-    cu, cu_cmp = pack(70, 20, 333)
-    draw = lambda i, n, h, d=128: randn(int(n), h, d, seed=i, dtype=BF16, device=device)
-    q, gates = draw(0, cu[-1], 2 * heads), draw(1, cu[-1], 2 * heads, 3).sigmoid()
-    keys = [draw(i, n, 2) for i, n in ((2, cu_cmp[-1]), (3, cu_cmp[-1]), (4, cu[-1]), (5, cu[-1]))]
-    spans = Span(COMPRESSED, 32, 16), Span(SLIDING, 48)
-    run = lambda: span_pair_fwd_hopper(q, *keys, gates, *spans, 0.1, cu, cu_cmp)
-    ends = (cu, cu_cmp, cu_cmp, cu, cu)
-    out = outcome_of_nan(run, tuple(zip((q, *keys), ends, strict=True)), bad)
-    assert out.isnan().all()
+    kernel = {"both": PAIR, "choice": SCORES}.get(kind, FORWARD)
+    with launches.recording() as counts:
+        want = run()
+        for x in (q, lse, *win):
+            x[cu[bad] : cu[bad + 1]] = float("nan")
+        for x in cmp:
+            x[cu_cmp[bad] : cu_cmp[bad + 1]] = float("nan")
+        got = run()
+    assert counts[kernel] == 2, dict(counts)
+    for a, b in zip(got, want, strict=True):
+        rows = torch.ones(len(a), dtype=torch.bool, device=device)
+        rows[cu[bad] : cu[bad + 1]] = False
+        assert torch.equal(a[rows], b[rows])
+    if kind != "choice":  # the first queries see no compressed key
+        assert got[0][~rows][0 if kind == "both" else 40 :].isnan().all()
 
 
 @pytest.mark.parametrize("window, scale", [(1, 0.1), (100, 0.1), (512, 0.1), (512, 3.0)])
@@ -1021,43 +933,35 @@ def test_both_spans_of_a_chunk(heads, width, window, scale, device):
     draw = lambda i, n, h, d=width: randn(1, n, h, d, seed=i, dtype=dtype, device=device)
     q, gates = draw(0, s, 2 * heads), draw(1, s, 2 * heads, 3).sigmoid()
     n_cmp = (start + s - 32) // 16 + 1
-    k_cmp, v_cmp, k, v = (draw(i, n, 2) for i, n in ((2, n_cmp), (3, n_cmp), (4, start + s),
-                                                     (5, start + s)))  # fmt: skip
+    keys = [draw(2 + i, n, 2) for i, n in enumerate((n_cmp, n_cmp, start + s, start + s))]
     spans = Span(COMPRESSED, 32, 16), Span(SLIDING, window)
     with launches.recording() as counts:
-        out, lse = span_pair_fwd_hopper(
-            q, k_cmp, v_cmp, k, v, gates, *spans, scale, q_start=start, win_start=start
-        )
-    assert counts["_span_pair_fwd_hopper_kernel"] == 1
-    wide = [x.double() for x in (q, k_cmp, v_cmp, k, v, gates)]
-    cmp, want_lse = reference.compressed_attention(
-        *wide[:3], l=32, d=16, q_start=start, softmax_scale=scale
-    )
-    win = reference.sliding_attention(
-        wide[0], *wide[3:5], window=window, q_start=start, softmax_scale=scale
-    )
-    want = wide[5][..., :1] * cmp + wide[5][..., 2:] * win
+        at = dict(q_start=start, win_start=start)
+        out, lse = span_pair_fwd_hopper(q, *keys, gates, *spans, scale, **at)
+    assert counts[PAIR] == 1
+    wide, k_cmp, v_cmp, k, v, g = (x.double() for x in (q, *keys, gates))
+    how = dict(q_start=start, softmax_scale=scale)
+    cmp, want_lse = reference.compressed_attention(wide, k_cmp, v_cmp, l=32, d=16, **how)
+    win = reference.sliding_attention(wide, k, v, window=window, **how)
+    want = g[..., :1] * cmp + g[..., 2:] * win
     torch.testing.assert_close(out.double(), want, atol=4e-3, rtol=0)
     rtol = 1e-6 if scale > 1 else 0  # of an lse in the hundreds
     torch.testing.assert_close(lse.double(), want_lse.double(), atol=1e-4, rtol=rtol)
 
 
 @pytest.mark.parametrize(
-    "window, scale", [(1, 0.1), (100, 0.1), (128, 0.1), (512, 0.1), (10**9, 0.1), (10**9, 3.0)]
+    "window, scale", [*((n, 0.1) for n in (1, 100, 128, 512, 10**9)), (10**9, 3.0)]
 )
-@pytest.mark.parametrize(
-    "heads, width",
-    [(1, 128), (2, 128), (4, 64), (8, 128), (16, 128), (64, 64), (16, 192), (2, 192)],
-)
+@pytest.mark.parametrize("heads, width", [
+    (1, 128), (2, 128), (4, 64), (8, 128), (16, 128), (64, 64), (16, 192), (2, 192),
+])  # fmt: skip
 def test_windows_forward(heads, width, window, scale, device):
     """Whole and odd windows, with every width of the narrow tile; against fp64. Of the
     scales see test_both_spans_of_a_chunk."""
     start, s = 137, 700
-    q = randn(1, s, 2 * heads, width, seed=heads, dtype=F16, device=device)
-    k, v = (
-        randn(1, start + s, 2, n, seed=i, dtype=F16, device=device)
-        for i, n in ((7, width), (8, min(width, 128)))
-    )
+    draw = lambda i, *dims: randn(1, *dims, seed=i, dtype=F16, device=device)
+    q, k = draw(heads, s, 2 * heads, width), draw(7, start + s, 2, width)
+    v = draw(8, start + s, 2, min(width, 128))
     with launches.recording() as counts:
         out, lse = span_attention_fwd(q, k, v, Span(SLIDING, window), scale, q_start=start)
     assert counts[FORWARD] == 1
@@ -1078,21 +982,16 @@ def test_windows_forward(heads, width, window, scale, device):
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=str)
 def test_windows_of_a_chunk(shape, width, window, device):
     """The first keys are seen by no query; dQ alone, added to what there is and in its place."""
-    s, span = shape.lengths[0], Span(SLIDING, window)
-    draw = lambda i, *dims: randn(1, *dims, seed=i, dtype=shape.dtype, device=device)
-    heads, of_v = shape.G * shape.h, min(width, 128)
-    q, do = draw(0, s, heads, width), draw(1, s, heads, of_v)
-    k, v = draw(2, s + 137, shape.G, width), draw(3, s + 137, shape.G, of_v)
+    q, do, k, v = drawn(shape, shape.lengths[0] + 137, device, width, min(width, 128))
+    span = Span(SLIDING, window)
     out, lse = span_attention_fwd(q, k, v, span, 0.1, q_start=137)
     backward = lambda **kw: span_attention_bwd(do, q, k, v, out, lse, span, 0.1, q_start=137, **kw)
     with deterministic():
         want = backward()
     with launches.recording() as counts:
         cases.close_gradients(backward(), want, 1e-2)
-        added, written = (
-            backward(dq=torch.full(q.shape, 3.0, device=device), first=first)[0]
-            for first in (False, True)
-        )
+        full = lambda: torch.full(q.shape, 3.0, device=device)
+        added, written = backward(dq=full())[0], backward(dq=full(), first=True)[0]
     assert counts[BACKWARD] == 3
     cases.close_gradients([(added - 3.0) * 0.1], want, 1e-2)
     cases.close_gradients([written * 0.1], want, 1e-2)
@@ -1103,20 +1002,16 @@ def test_windows_of_a_chunk(shape, width, window, device):
 def test_gradients_of_other_sequences_stay_clear_of_a_nan(kind, width, device):
     """The last tile of a sequence's queries reaches into the next one's."""
     cu, cu_cmp = pack(70, 133, 41)
-    cu_keys = cu_cmp if kind == "compressed" else cu
-    packed = dict(cu_seqlens=cu)
-    rows, keys = cu.tolist(), cu_keys.tolist()
-    q, k, v = (
-        randn(n, h, d, seed=h, dtype=BF16, device=device).requires_grad_()
-        for n, h, d in ((rows[-1], 32, width), (keys[-1], 2, width), (keys[-1], 2, 128))
-    )
+    attend, how = prefill.sliding_attention_triton, dict(window=48)
+    rows = keys = cu.tolist()
+    if kind == "compressed":
+        attend, keys = prefill.compressed_attention_triton, cu_cmp.tolist()
+        how = dict(l=32, d=16, cu_seqlens_cmp=cu_cmp)
+    draw = lambda *dims: randn(*dims, seed=dims[1], dtype=BF16, device=device).requires_grad_()
+    q, k, v = draw(rows[-1], 32, width), draw(keys[-1], 2, width), draw(keys[-1], 2, 128)
 
     def run():
-        if kind == "compressed":
-            how = dict(l=32, d=16, cu_seqlens_cmp=cu_cmp)
-            out, _ = prefill.compressed_attention_triton(q, k, v, **how, **packed)
-        else:
-            out, _ = prefill.sliding_attention_triton(q, k, v, window=48, **packed)
+        out, _ = attend(q, k, v, cu_seqlens=cu, **how)
         with launches.recording() as counts:
             grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         assert counts[BACKWARD] == 1

@@ -37,15 +37,14 @@ class FakeKernel:
     def __init__(self) -> None:
         self.calls: list[tuple] = []
 
+    def kinds(self) -> list[str]:
+        return [kind for kind, *_ in self.calls]
+
     def __getitem__(self, grid):
-        def first(*args, **constants):
-            self.calls.append(("jit", grid, args, constants))
-            return Compiled(self.calls)
+        return lambda *args, **constants: self.warmup(*args, grid=grid, how="jit", **constants)
 
-        return first
-
-    def warmup(self, *args, grid, **constants):
-        self.calls.append(("warmup", grid, args, constants))
+    def warmup(self, *args, grid, how="warmup", **constants):
+        self.calls.append((how, grid, args, constants))
         return Compiled(self.calls)
 
 
@@ -56,15 +55,14 @@ class Compiled:
         self.calls = calls
 
     def _init_handles(self) -> None:
-        self.calls.append("loaded")
+        self.calls.append(("loaded",))
 
     def __getitem__(self, grid):
         return lambda *args: self.calls.append(("hooked", grid, args))
 
-    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *args):
-        assert (function, metadata) == ("function", "metadata")
-        assert launch_metadata is enter is leave is None
-        self.calls.append(("run", (x, y, z), stream, args))
+    def run(self, x, y, z, stream, *args):
+        assert args[:5] == ("function", "metadata", None, None, None)
+        self.calls.append(("run", (x, y, z), stream, args[5:]))
 
 
 @pytest.fixture
@@ -75,11 +73,9 @@ def driver(monkeypatch):
         assert device == fake.device
 
     fake = SimpleNamespace(
-        device=0,
-        get_current_device=lambda: fake.device,
-        set_current_device=set_current_device,
+        device=0, get_current_device=lambda: fake.device, set_current_device=set_current_device,
         get_current_stream=lambda device: f"stream of {device}",
-    )
+    )  # fmt: skip
     monkeypatch.setattr(module, "driver", SimpleNamespace(active=fake))
     monkeypatch.setattr(module, "_made", {})
     return fake
@@ -113,62 +109,45 @@ def test_threads_that_load_launchers_of_one_name_get_each_their_own():
         sys.setswitchinterval(before)
 
 
-def launcher_of(release: str, calls: list):
-    """What Triton makes of a compiled kernel in Python, in front of its launcher in C."""
-
-    def in_c(*args):
-        calls.append(args)
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("release", ["3.6", "3.7"])
+def test_a_launch_that_is_ready_makes_its_descriptors_once(release, described, monkeypatch):
+    """Triton has functions in Python in front of a kernel's launcher in C."""
+    descriptor, in_c = mock.Mock(spec=["made"]), mock.Mock()
+    descriptor.made.return_value = ["map", 3, 4]
 
     def wrap_handle_tensordesc(launcher, signature, meta):
-        if not any(kind.startswith("tensordesc") for kind in signature.values()):
-            return launcher
-
         def inner(*args):
             head, own = (args[:3], args[3:]) if release == "3.6" else (args[:-1], args[-1])
-            own = [x for a in own for x in (a.made() if hasattr(a, "made") else [a])]
+            own = [x for a in own for x in (a.made() if a is descriptor else [a])]
             return launcher(*head, *own) if release == "3.6" else launcher(*head, own)
 
-        return inner
+        return inner if described else launcher
 
     class Launcher:
         global_scratch_size = profile_scratch_size = 0
 
-        def __init__(self, signature):
-            self.launch = wrap_handle_tensordesc(in_c, signature, None)
-
         def __call__(self, x, y, z, stream, function, *args):
-            own = args if release == "3.6" else (args,)
-            self.launch(x, stream, function, *own)
+            self.launch(x, stream, function, *(args if release == "3.6" else (args,)))
 
-    return Launcher, wrap_handle_tensordesc
-
-
-@pytest.mark.parametrize("described", [True, False])
-@pytest.mark.parametrize("release", ["3.6", "3.7"])
-def test_a_launch_that_is_ready_makes_its_descriptors_once(release, described, monkeypatch):
-    calls, made = [], []
-
-    class Descriptor:
-        def made(self):
-            made.append(1)
-            return ["map", 3, 4]
-
-    Launcher, wrap = launcher_of(release, calls)
-    monkeypatch.setattr(sys.modules[__name__], "wrap_handle_tensordesc", wrap, raising=False)
+    name = "wrap_handle_tensordesc"
+    monkeypatch.setattr(sys.modules[__name__], name, wrap_handle_tensordesc, raising=False)
     signature = {"X": "*bf16", "D": "tensordesc<bf16[8, 8]>" if described else "i32"}
+    launcher = Launcher()
+    launcher.launch = wrap_handle_tensordesc(in_c, signature, None)
     compiled = SimpleNamespace(
-        run=Launcher(signature), function="function", packed_metadata="metadata",
+        run=launcher, function="function", packed_metadata="metadata",
         src=SimpleNamespace(signature=signature), metadata=SimpleNamespace(tensordesc_meta=None),
     )  # fmt: skip
-    args = (7, Descriptor() if described else 5)
+    args = (7, descriptor if described else 5)
     module.run(compiled, (2, 1, 1), "stream", args)
     again = ready(compiled, (2, 1, 1), "stream", args)
-    assert len(made) == 2 * described and len(calls) == 1
+    assert descriptor.made.call_count == 2 * described and in_c.call_count == 1
     for _ in range(3):
         again()
-    assert len(made) == 2 * described and len(calls) == 4
-    assert all([*map(str, call)] == [*map(str, calls[0])] for call in calls)
-    assert calls[0][:3] == (2, "stream", "function")
+    assert descriptor.made.call_count == 2 * described and in_c.call_count == 4
+    assert len({str(call) for call in in_c.call_args_list}) == 1
+    assert in_c.call_args.args[:3] == (2, "stream", "function")
 
 
 @pytest.mark.parametrize("without", ["launch", "global_scratch_size", "no scratch", "closure"])
@@ -176,21 +155,16 @@ def test_a_launch_of_another_triton_is_made_as_ever(without):
     calls = []
 
     class Launcher:
-        global_scratch_size = profile_scratch_size = 0
-
-        launch = print  # which has no closure either, as one in C
+        global_scratch_size, profile_scratch_size = 8 * (without == "no scratch"), 0
+        # Neither of which has a closure that wraps another; one in C has none at all.
+        launch = (lambda *args: None) if without == "closure" else print
 
         def __call__(self, *args):
             calls.append(args)
 
-    launcher = Launcher()
-    if without == "no scratch":
-        launcher.global_scratch_size = 8
-    elif without == "closure":
-        launcher.launch = lambda *args: None
-    else:
+    if without in vars(Launcher):
         delattr(Launcher, without)
-    compiled = SimpleNamespace(run=launcher, function="f", packed_metadata="m")
+    compiled = SimpleNamespace(run=Launcher(), function="f", packed_metadata="m")
     for _ in range(2):
         ready(compiled, (2, 1, 1), "stream", (5, 6))()
     assert calls == [(2, 1, 1, "stream", "f", "m", None, None, None, 5, 6)] * 2
@@ -208,7 +182,7 @@ def test_the_second_launch_gets_every_parameter_in_the_order_of_the_signature(dr
         ("run", (2, 2, 1), "stream of 0", ("x", 2, 64, True)),
         ("jit", (3, 2, 1), ("x", 3), OPTIONS | CONSTANTS),
     ]
-    assert kinds(same_name) == ["jit"] and launches.counts()["_fake_kernel"] == 4
+    assert same_name.kinds() == ["jit"] and launches.counts()["_fake_kernel"] == 4
 
 
 def test_what_was_prepared_is_launched_without_compiling(driver):
@@ -216,7 +190,7 @@ def test_what_was_prepared_is_launched_without_compiling(driver):
     launches.reset()
     for _ in range(2):
         module.prepare_planned(kernel, (1, 2, 1), ("x", 1), CONSTANTS, compiled)
-    assert kernel.calls == [("warmup", (1, 2, 1), ("x", 1), OPTIONS | CONSTANTS), "loaded"]
+    assert kernel.calls == [("warmup", (1, 2, 1), ("x", 1), OPTIONS | CONSTANTS), ("loaded",)]
     assert "_fake_kernel" not in launches.counts()
     launch_planned(kernel, (5, 2, 1), ("x", 1), CONSTANTS, compiled)
     assert kernel.calls[2:] == [("run", (5, 2, 1), "stream of 0", ("x", 1, 64, True))]
@@ -238,28 +212,21 @@ def call(driver, monkeypatch):
     return (lambda: launcher(x)), kernels
 
 
-def kinds(kernel):
-    return [c if isinstance(c, str) else c[0] for c in kernel.calls]
-
-
 def test_all_kernels_of_a_call_are_compiled_before_the_first_is_launched(call):
     go, kernels = call
     launches.reset()
     assert go() == "done" and go() == "done"
-    assert [kinds(k) for k in kernels] == [
-        ["warmup", "loaded"] + ["run"] * 4,
-        *[["warmup", "loaded", "run", "run"]] * 2,
-    ]
+    made = ["warmup", "loaded"]
+    assert [k.kinds() for k in kernels] == [made + ["run"] * 4, *[made + ["run"] * 2] * 2]
     assert launches.counts()["_fake_kernel"] == 8
 
 
 def test_an_error_of_a_compilation_is_the_calls(call):
     go, kernels = call
-    fails = mock.Mock(side_effect=RuntimeError("PTX failed"))
-    with mock.patch.object(kernels[1], "warmup", fails):
-        with pytest.raises(RuntimeError, match="PTX failed"):
-            go()
-    assert kinds(kernels[2]) == ["warmup", "loaded"]
+    kernels[1].warmup = mock.Mock(side_effect=RuntimeError("PTX failed"))
+    with pytest.raises(RuntimeError, match="PTX failed"):
+        go()
+    assert kernels[2].kinds() == ["warmup", "loaded"]
 
 
 def test_a_planned_call_launches_nothing_and_says_what_it_would(call):
@@ -269,14 +236,13 @@ def test_a_planned_call_launches_nothing_and_says_what_it_would(call):
         assert go() == "done" and module.is_planned("_other_kernel")
         assert module.pass_over("_faster_kernel", "heads must be 64 wide")
         assert not module.pass_over("_good_kernel", None)
-    assert [one.kernel.__name__ for one in planned.launches] == ["_fake_kernel"] * 4 + [
-        "_other_kernel"
-    ]
+    names = [one.kernel.__name__ for one in planned.launches]
+    assert names == ["_fake_kernel"] * 4 + ["_other_kernel"]
     assert planned.passed_over == {"_faster_kernel": "heads must be 64 wide"}
     assert not any(k.calls for k in kernels) and "_fake_kernel" not in launches.counts()
     assert not module.is_planned("_other_kernel")
     go()
-    assert kinds(kernels[1]) == ["warmup", "loaded", "run"]
+    assert kernels[1].kinds() == ["warmup", "loaded", "run"]
 
 
 def test_a_launch_that_triton_would_compile_alike_is_not_looked_up_again(driver):
@@ -287,23 +253,22 @@ def test_a_launch_that_triton_would_compile_alike_is_not_looked_up_again(driver)
     alike = [(x, 48), (x[8:], 16), (torch.ones(3, dtype=torch.float16), 1 << 20)]
     for args in alike:
         go(*args, grid=(3, 2))
-    assert [c[0] for c in kernel.calls] == ["jit"] + ["run"] * 3
+    assert kernel.kinds() == ["jit"] + ["run"] * 3
     assert kernel.calls[1][1:] == ((3, 2, 1), "stream of 0", (x.data_ptr(), 48, 64, True))
     others = [
         (x, 1), (x, 47), (x, 1 << 31), (x, 1 << 63), (x, True), (x, 2.0), (x, None),
         (x[1:], 48), (x.float(), 48),
     ]  # fmt: skip
     for args in others:
-        before = len(kernel.calls)
         go(*args)
         go(*args)
-        assert [c[0] for c in kernel.calls[before:]] == ["jit", "run"], args
+        assert kernel.kinds()[-2:] == ["jit", "run"], args
     for changed in (dict(MASKED=False), dict(BLOCK=32), dict(num_warps=8)):
         go(x, 48, **changed)
         assert kernel.calls[-1][0] == "jit", changed
     driver.device = 1
     go(x, 48)
-    assert kernel.calls[-1][0] == "jit"
+    assert kernel.kinds()[-1] == "jit"
     go(x, 48)
     assert kernel.calls[-1][:3] == ("run", (2, 1, 1), "stream of 1")
     F16, forms = x.view(1, 64).expand(32, -1).contiguous(), ((16, 64), (16, 32))
@@ -331,34 +296,30 @@ class ClearedByAnother(dict):
         return self.get(key) is not None
 
 
-def test_a_memory_that_another_thread_clears_never_makes_triton_compile_for_an_address(
-    driver, monkeypatch
-):
+def test_nothing_is_compiled_for_an_address_when_another_thread_clears(driver, monkeypatch):
     monkeypatch.setattr(module, "_made", ClearedByAnother())
     kernel, x = FakeKernel(), torch.zeros(64, dtype=torch.float16)
     for _ in range(4):
         launch(kernel, (2,), x, 48, **CONSTANTS)
-    assert [how for how, *_ in kernel.calls] == ["jit", "run"] * 2
+    assert kernel.kinds() == ["jit", "run"] * 2
     assert all(args[0] is x for how, _, args, *_ in kernel.calls if how == "jit")
 
 
 def test_triton_calls_its_hooks_where_there_are_any(driver, monkeypatch):
     from triton import knobs
 
-    kernel = FakeKernel()
-    launch(kernel, (4,), "x", 1, **CONSTANTS)
-    launch_planned(kernel, (4, 1, 1), ("x", 1), CONSTANTS, compiled := {})
-    called = []
-    for name in ("launch_enter_hook", "launch_exit_hook"):
-        hook = getattr(knobs.runtime, name)
-        hook.add(called.append)
+    kernel, compiled = FakeKernel(), {}
+    go = lambda: launch_planned(kernel, (4, 1, 1), ("x", 1), CONSTANTS, compiled)
+    go()
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hook.add(print)
         try:
-            launch_planned(kernel, (4, 1, 1), ("x", 1), CONSTANTS, compiled)
+            go()
         finally:
-            hook.remove(called.append)
+            hook.remove(print)
         assert kernel.calls[-1] == ("hooked", (4, 1, 1), ("x", 1, 64, True))
-    launch_planned(kernel, (4, 1, 1), ("x", 1), CONSTANTS, compiled)
-    assert kernel.calls[-1][0] == "run"
+    go()
+    assert kernel.kinds()[-1] == "run"
 
 
 def test_layouts_tell_types_alignment_and_ints_apart():
@@ -395,11 +356,10 @@ def test_a_launcher_runs_on_the_device_of_its_first_argument(monkeypatch):
 
 @pytest.mark.kernel
 def test_a_step_of_unaligned_queries_after_aligned_ones_is_right(cuda):
-    like = dict(dtype=torch.float16, device=cuda)
-    keys = [randn(1, n, 2, 32, seed=i, **like) for i, n in enumerate((32, 32, 256, 256, 256, 256))]
-    gates = randn(1, 1, 8, 3, seed=7, **like).sigmoid()
+    draw = lambda i, *shape: randn(*shape, seed=i, dtype=torch.float16, device=cuda)
+    keys = [draw(i, 1, n, 2, 32) for i, n in enumerate((32, 32, 256, 256, 256, 256))]
+    gates, room = draw(7, 1, 1, 8, 3).sigmoid(), draw(8, 8 * 32 + 8)
     lens = torch.tensor([200], dtype=torch.int32, device=cuda)
-    room = randn(8 * 32 + 8, seed=8, **like)
     sizes = dict(l=16, d=8, l_sel=16, n_sel=4, n_init=1, n_local=2, window=32, max_len=256)
     step = lambda q: nsa_decode_triton(q, *keys, gates, lens, **sizes)
     for at in (0, 1, 0, 8, 1):
@@ -438,7 +398,12 @@ def test_a_layer_works_on_a_card_that_is_not_the_current_one(cuda):
 
 @pytest.mark.parametrize("gluon", [False, True])
 def test_descriptors_are_those_that_triton_makes(gluon):
-    """Also from the second on, which Triton does not check; one form is not taken for another."""
+    """Layouts, too, and from the second on, which Triton does not check; one form is not taken for
+    another."""
+    from triton.experimental.gluon import language as gl
+
+    for sizes in ((128, 16, 2), (0, 32, 1)):
+        assert repr(row_tiles.shared_layout(*sizes)) == repr(gl.NVMMASharedLayout(*sizes))
     layout = row_tiles.shared_layout(128, 16, 2) if gluon else None
     more = () if layout is None else (layout,)
     row_tiles._forms.clear()
@@ -455,13 +420,6 @@ def test_descriptors_are_those_that_triton_makes(gluon):
     for _ in range(2):
         with pytest.raises(AssertionError, match="16-byte aligned"):
             row_tiles.descriptor(torch.zeros(24 * 64 + 1).half()[1:].view(24, 64), (8, 64), layout)
-
-
-def test_a_layout_has_the_name_of_tritons():
-    from triton.experimental.gluon import language as gl
-
-    for sizes in ((128, 16, 2), (0, 32, 1)):
-        assert repr(row_tiles.shared_layout(*sizes)) == repr(gl.NVMMASharedLayout(*sizes))
 
 
 def test_keys_of_compiled_kernels_do_not_depend_on_what_came_before(monkeypatch):

@@ -12,50 +12,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.kernels.operator import operator
 
-calls: list[str] = []
-
 
 @operator("nsa_test::double")
 def double(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    calls.append("forward")
     return x * n, x.sum()
 
 
 @operator("nsa_test::double_bwd")
 def double_bwd(grad: Tensor, n: int) -> Tensor:
-    calls.append("backward")
     return grad * n
 
 
-@double.register_fake
-def _(x, n):
-    return torch.empty_like(x), x.new_empty(())
+double.register_fake(lambda x, n: (torch.empty_like(x), x.new_empty(())))
+double_bwd.register_fake(lambda grad, n: torch.empty_like(grad))
 
 
-@double_bwd.register_fake
-def _(grad, n):
-    return torch.empty_like(grad)
-
-
-def _context(ctx, inputs, output):
+def keep(ctx, inputs, output):
     ctx.save_for_backward(inputs[0])
     ctx.n = inputs[1]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-double.register_autograd(
-    lambda ctx, grad, _: (double_bwd(grad, ctx.n), None), setup_context=_context
-)
+double.register_autograd(lambda ctx, dy, _: (double_bwd(dy, ctx.n), None), setup_context=keep)
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
+seen: list[str] = []
 
+
+class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
+        seen.append(func.name())
         return func(*args, **(kwargs or {}))
 
 
@@ -66,9 +53,9 @@ def test_gradients_are_the_same_eager_traced_and_compiled():
         assert y.requires_grad and not total.requires_grad
         (grad,) = torch.autograd.grad(y.sum(), x)
         torch.testing.assert_close((y, grad), (x * 3, torch.full((5,), 3.0)))
-    with Seen() as seen:
+    with Watch():
         (grad,) = torch.autograd.grad(double(x, 3)[0].sum(), x)
-    assert {"nsa_test::double", "nsa_test::double_bwd"} <= set(seen.names)
+    assert {"nsa_test::double", "nsa_test::double_bwd"} <= set(seen)
     assert torch.equal(grad, torch.full((5,), 3.0))
 
 

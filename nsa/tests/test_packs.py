@@ -18,15 +18,9 @@ from nsa.kernels.prefill import hopper, packs
 from nsa.kernels.prefill.choice import score_topn_triton
 from nsa.kernels.prefill.packs import inside_pack
 from nsa.layouts import gates_inside
+from nsa.tests import helpers
 from nsa.tests.cases import F16, NAMES, PAPER, WIDE, Case, Inputs, ends_of
-from nsa.tests.helpers import (
-    TRITON,
-    deterministic,
-    make_block_indices,
-    make_layer,
-    make_ranges,
-    randn,
-)
+from nsa.tests.helpers import TRITON, deterministic, make_block_indices, randn
 from nsa.tests.test_prefill_kernels import whole_case
 
 CLOSE = dict(rtol=2e-3, atol=2e-3)
@@ -36,12 +30,13 @@ SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, n_init=1, n_local=1, window=11)
 
 def tensors(T: int, n_cmp: int, h: int, dtype: torch.dtype, device: str, G: int = 2) -> list:
     """As nsa_attention takes them, packed."""
-    return make_layer(T, G * h, G, B=None, n_cmp=n_cmp, dtype=dtype, device=device)
+    return helpers.make_layer(T, G * h, G, B=None, n_cmp=n_cmp, dtype=dtype, device=device)
 
 
-def gradients(xs: list, do: torch.Tensor, run) -> tuple:
+def gradients(xs: list, do: torch.Tensor, **how) -> tuple:
+    """out, aux and gradients of nsa_attention."""
     leaves = [x.detach().clone().requires_grad_() for x in xs]
-    out, aux = run(*leaves)
+    out, aux = nsa.nsa_attention(*leaves, **SIZES, **how, return_aux=True)
     return out.detach(), aux, torch.autograd.grad(out, leaves, do, materialize_grads=True)
 
 
@@ -49,7 +44,7 @@ def mixes() -> list:
     """One long and many short ones, empty ones, none long enough for a compressed key. A GPU's are
     longer, for tiles of 64 keys and more; each compiles for 20 s: a report runs one, and `make
     test` two of each mix."""
-    found = []
+    found, big = [], dict(n_sel=4, **WIDE, **PAPER | dict(w=100))
     packs_of = [((0, 53, 1, 3, 0, 16, 0), 9), ((7, 5, 0, 1), 20), ((0, 0), 3)]
     for i, (lengths, beyond) in enumerate(packs_of):
         for h, fixed in [(4, False), (4, True), (2, False)]:
@@ -57,8 +52,7 @@ def mixes() -> list:
             found.append(pytest.param(Case(lengths, h=h, beyond=beyond), fixed, marks=marks))
             if i == 0 and h == 4 and not fixed:
                 marks = [pytest.mark.core, pytest.mark.long]
-            large = Case(tuple(29 * n for n in lengths), h=4 * h, beyond=29 * beyond, n_sel=4,
-                         **WIDE, **PAPER | dict(w=100))  # fmt: skip
+            large = Case(tuple(29 * n for n in lengths), h=4 * h, beyond=29 * beyond, **big)
             found.append(pytest.param(large, fixed, marks=marks))
     return found
 
@@ -105,9 +99,8 @@ def test_what_serves_a_settled_pack_goes_by_its_own_ends(kernel_device):
     )  # fmt: skip
     again, cu = rungs.prefill_again(args, TRITON), ends_of((16, 16), kernel_device)
     gates[32:] = math.nan
-    want = nsa.nsa_attention(
-        *xs, gates, **SIZES, **KERNELS, softmax_scale=0.25, cu_seqlens=cu, max_seqlen=30
-    )
+    how = dict(SIZES, **KERNELS, softmax_scale=0.25, max_seqlen=30)
+    want = nsa.nsa_attention(*xs, gates, **how, cu_seqlens=cu)
     assert torch.equal(again(*xs, gates, cu), want) and not want[32:].any()
 
 
@@ -120,9 +113,7 @@ def test_more_sequences_than_a_grid_has_room_for(kernel_device, monkeypatch):
     draw = lambda i, n, *tail: randn(B, n, *tail, seed=i, dtype=F16, device=kernel_device)
     kv = [draw(2 + i, n_cmp if i < 2 else start + S, 2, 16) for i in range(6)]
     xs = [draw(1, S, 2 * h, 16), *kv, draw(9, S, 2 * h, 3).sigmoid()]
-    do = draw(10, S, 2 * h, 16)
-    sizes = dict(SIZES, **KERNELS, q_start=start, return_aux=True)
-    call = lambda *x: nsa.nsa_attention(*x, **sizes)
+    run = lambda: gradients(xs, draw(10, S, 2 * h, 16), **KERNELS, q_start=start)
     grids, real = {}, packs.Rows.of
 
     def seen(*args):
@@ -134,11 +125,11 @@ def test_more_sequences_than_a_grid_has_room_for(kernel_device, monkeypatch):
     for fixed in (False, True):
         grids.clear()
         with deterministic(fixed), monkeypatch.context() as patch:
-            want = gradients(xs, do, call)
+            want = run()
             assert grids == {B: False}
             patch.setattr(packs, "MOST_BATCH", 2 * B - 1)
             patch.setattr(hopper, "MOST_BATCH", 2 * B - 1)
-            got = gradients(xs, do, call)
+            got = run()
         assert grids == {B: False, 1: True}
         assert torch.equal(got[1]["block_indices"], want[1]["block_indices"])
         torch.testing.assert_close((got[0], *got[2]), (want[0], *want[2]), **CLOSE)
@@ -151,21 +142,18 @@ def test_max_seqlen_is_a_bound_for_the_choice_of_blocks_alone(kernel_device):
     lengths = (37, 1, 3)
     cu = ends_of(lengths)
     cu_cmp = blocks.cu_seqlens_compressed(cu, 8, 4)
+    how = dict(l=8, d=4, cu_seqlens=cu, cu_seqlens_cmp=cu_cmp)
     q, k_cmp, v_cmp, k, v, *_ = tensors(41, int(cu_cmp[-1]), 4, F16, "cpu")
-    _, lse = prefill.compressed_attention_triton(
-        q, k_cmp, v_cmp, l=8, d=4, cu_seqlens=cu, cu_seqlens_cmp=cu_cmp
-    )
+    _, lse = prefill.compressed_attention_triton(q, k_cmp, v_cmp, **how)
     choose = lambda n: prefill.select_blocks_triton(
-        q, k_cmp, lse, l=8, d=4, l_sel=16, n_sel=3, cu_seqlens=cu, cu_seqlens_cmp=cu_cmp,
-        max_seqlen=n,
-    )  # fmt: skip
+        q, k_cmp, lse, l_sel=16, n_sel=3, max_seqlen=n, **how
+    )
     chosen = choose(37)
     assert torch.equal(choose(1 << 20), chosen)
     with pytest.raises(RuntimeError, match="max_seqlen must be at least the longest.*got 36"):
         choose(36)
-    attend = lambda n: prefill.selection_blocks_triton(
-        q, k, v, chosen, block_size=16, cu_seqlens=cu, max_seqlen=n
-    )
+    given = dict(block_size=16, cu_seqlens=cu)
+    attend = lambda n: prefill.selection_blocks_triton(q, k, v, chosen, **given, max_seqlen=n)
     assert torch.equal(attend(1), attend(37))
 
 
@@ -193,7 +181,7 @@ def test_ranges_of_a_pack_take_one_launch(kind, kernel_device):
     draw = lambda i, H: randn(real + more, H, 16, seed=i, dtype=F16, device=kernel_device)
     leaves = [draw(i, H).requires_grad_() for i, H in enumerate((G * h, G, G), 1)]
     pad = lambda x: torch.nn.functional.pad(x, (0, 0, 0, 8 - x.shape[-2]))
-    make = lambda n: pad(make_ranges(kind, 1, n, G, n, 1 + n // 2, seed=n)[0])
+    make = lambda n: pad(helpers.make_ranges(kind, 1, n, G, n, 1 + n // 2, seed=n)[0])
     parts = [make(n) for n in lengths if n]
     ranges = torch.cat([*parts, parts[0][:more]]).to(kernel_device)
     how = dict(ranges=ranges, cu_seqlens=cu, flags=TRITON)
@@ -213,15 +201,13 @@ def test_rows_of_no_sequence_on_the_other_routes(backend):
     cu, real = ends_of(lengths), sum(lengths)
     xs = tensors(real + more, blocks.num_compressed(30, 8, 4), 2, torch.float64, "cpu")
     do = randn(real + more, 4, 16, seed=20, dtype=torch.float64)
-    call = lambda cu, *x: nsa.nsa_attention(
-        *x, cu_seqlens=cu, backend=backend, return_aux=True, **SIZES
-    )
+    how = dict(cu_seqlens=cu, backend=backend)
     short = [x if "cmp" in n else x[:real] for n, x in zip(NAMES, xs, strict=True)]
-    want, _, want_grads = gradients(short, do[:real], lambda *x: call(cu, *x))
+    want, _, want_grads = gradients(short, do[:real], **how)
     for name, x in zip(NAMES, xs, strict=True):
         if "cmp" not in name:
             x[real:] = math.nan
-    out, aux, grads = gradients(xs, do, lambda *x: call(cu, *x))
+    out, aux, grads = gradients(xs, do, **how)
     assert torch.equal(out[:real], want) and not out[real:].any()
     assert (aux["block_indices"][real:] == -1).all() and aux["lse"][real:].eq(-math.inf).all()
     for name, g, w in zip(NAMES, grads, want_grads, strict=True):
@@ -249,14 +235,11 @@ def costs(request, monkeypatch) -> Counter:
         found[kernel.__name__] += math.prod(grid)
         assert all(n <= 65535 for n in grid[1:])
 
+    of_gpu = dict(launch=count, arch_of=lambda _: request.param, sm_count=lambda _: 132)
     for module in pkgutil.walk_packages(prefill.__path__, prefill.__name__ + "."):
         loaded = importlib.import_module(module.name)
-        for name, value in (
-            ("launch", count), ("arch_of", lambda device: request.param),
-            ("sm_count", lambda device: 132),
-        ):  # fmt: skip
-            if hasattr(loaded, name):
-                monkeypatch.setattr(loaded, name, value)
+        for name in of_gpu.keys() & vars(loaded).keys():
+            monkeypatch.setattr(loaded, name, of_gpu[name])
     monkeypatch.setattr(hopper, "enabled", lambda device, use_gluon=None: request.param == 90)
     monkeypatch.setattr(score_topn_triton, "SLAB_BYTES", 1 << 18)
     return found
@@ -278,9 +261,8 @@ def test_packs_cost_what_their_tokens_do(fixed, costs):
         T, cu = sum(lengths), ends_of(lengths)
         cu_cmp = blocks.cu_seqlens_compressed(cu, 32, 16)
         make = lambda n, *tail: torch.zeros(n, *tail, dtype=torch.bfloat16, requires_grad=True)
-        kv = lambda n: (make(n, G, D), make(n, G, D))
-        n_cmp = int(cu_cmp[-1])
-        xs = [make(T, G * h, D), *kv(n_cmp), *kv(T), *kv(T), make(T, G * h, 3)]
+        kv = [make(n, G, D) for n in (int(cu_cmp[-1]),) * 2 + (T,) * 4]
+        xs = [make(T, G * h, D), *kv, make(T, G * h, 3)]
         costs.clear()
         with deterministic(fixed):
             out, _ = prefill.nsa_prefill_triton(
@@ -319,9 +301,8 @@ def test_blocks_after_the_query_or_past_the_sequence_are_nobodys(kernel_device):
 
     def run(chosen):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = prefill.selection_blocks_triton(
-            *leaves, chosen, block_size=16, cu_seqlens=cu, max_seqlen=50
-        )
+        how = dict(block_size=16, cu_seqlens=cu, max_seqlen=50)
+        out = prefill.selection_blocks_triton(*leaves, chosen, **how)
         return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     kept[-1] = -1

@@ -35,24 +35,20 @@ def gradients(fn, tensors):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_operators_pass_opcheck(kernel_device):
     """Schemas, fake kernels and autograd registrations agree with what the operators do."""
-    x = inputs(kernel_device)
+    x, ops, scale = inputs(kernel_device), torch.ops.nsa, D**-0.5
     q, k_cmp, v_cmp, k, v, *_ = x
-    scale = D**-0.5
     blocks = make_block_indices("random", 1, S, G, 3, 16, device=kernel_device)
-    lse = torch.ops.nsa.span_attention(
-        q.detach(), k_cmp.detach(), v_cmp.detach(), 0, 8, 4, scale, None, None, 0
-    )[1]
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    cases = {
-        "span_attention": (q, k_cmp, v_cmp, 0, 8, 4, scale, None, None, 0),
-        "block_attention": (q, k, v, blocks, 16, scale, None, 0, 0),
-        "block_select": (
-            q.detach(), k_cmp.detach(), lse, 8, 4, 16, 3, 1, 2, scale, None, None, 0, 0,
-        ),
-        "prefill": (*x, [8, 4, 16, 3, 1, 2, 9, H], scale, None, 0, 0),
-    }  # fmt: skip
-    for name, args in cases.items():
-        torch.library.opcheck(getattr(torch.ops.nsa, name).default, args, test_utils=checks)
+    span = 0, 8, 4, scale, None, None, 0
+    q_, k_, v_ = (t.detach() for t in x[:3])
+    lse = ops.span_attention(q_, k_, v_, *span)[1]
+    for op, args in (
+        (ops.span_attention, (q, k_cmp, v_cmp, *span)),
+        (ops.block_attention, (q, k, v, blocks, 16, scale, None, 0, 0)),
+        (ops.block_select, (q_, k_, lse, 8, 4, 16, 3, 1, 2, scale, None, None, 0, 0)),
+        (ops.prefill, (*x, [8, 4, 16, 3, 1, 2, 9, H], scale, None, 0, 0)),
+    ):
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(op.default, args, test_utils=checks)
 
 
 @pytest.mark.parametrize("traced", [

@@ -5,7 +5,6 @@ Small shapes run in Triton's interpreter and on a GPU; those marked `big` on a G
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -24,31 +23,17 @@ from nsa.kernels.prefill.combine import combine_bwd
 from nsa.kernels.prefill.span import bwd_triton as span_bwd
 from nsa.kernels.prefill.span import ops as span_ops
 from nsa.kernels.tiles import pow2
-from nsa.tests.cases import (
-    BF16,
-    CHUNKS,
-    F16,
-    F32,
-    NAMES,
-    PAPER,
-    SHAPES,
-    WIDE,
-    Inputs,
-    Shape,
-    check,
-    flat,
-)
+from nsa.tests import cases
+from nsa.tests.cases import BF16, F16, F32, NAMES, PAPER, SHAPES, WIDE, Inputs, Shape, check, flat
 from nsa.tests.helpers import BLOCK_KINDS, deterministic, make_block_indices, randn
 
 pytestmark = pytest.mark.kernel
 CORE = pytest.mark.core
 # The core is what every report runs; the other head sizes cost minutes of compiling.
-ALL = pytest.mark.parametrize(
-    "shape",
-    [pytest.param(s, marks=CORE if i in (2, 6, 7, 9) else []) for i, s in enumerate(SHAPES)]
-    + CHUNKS,
-    ids=str,
-)
+ALL = pytest.mark.parametrize("shape", [
+    *(pytest.param(s, marks=CORE if i in (2, 6, 7, 9) else []) for i, s in enumerate(SHAPES)),
+    *cases.CHUNKS,
+], ids=str)  # fmt: skip
 
 # Forward and backward of spans and of chosen blocks, whichever kernels the launchers choose.
 SPANS = ["_span_fwd_*", "_span_bwd_*"]
@@ -63,8 +48,7 @@ def test_compressed(shape, device):
     x, sizes = Inputs(shape, device), dict(l=shape.l, d=shape.d, **shape.at)
     ours = lambda *t: prefill.compressed_attention_triton(*t, **sizes, **x.packing(compressed=True))
     theirs = lambda i, *t, plain=False: x.exact(plain).compressed_attention(*t, **sizes)
-    kernels = ["_span_fwd_*", *["_span_bwd_*"] * bool(len(x.k_cmp))]
-    check("compressed", x, ["q", "k_cmp", "v_cmp"], ours, theirs, kernels)
+    check("compressed", x, NAMES[:3], ours, theirs, SPANS[: 1 + bool(len(x.k_cmp))])
 
 
 @ALL
@@ -232,16 +216,11 @@ def test_choice_among_several_tiles_of_keys(shape, device):
     test_choice_of_blocks(shape, device)
 
 
-SMALL_BLOCKS = dict(G=1, h=1, l=4, d=2, l_sel=4)
-
-
 @CORE
-@pytest.mark.parametrize(
-    "shape", [Shape((140,), **SMALL_BLOCKS), Shape((139, 3), **SMALL_BLOCKS)], ids=str
-)
-def test_slabs_of_queries_choose_what_all_at_once_do(shape, device, monkeypatch):
+@pytest.mark.parametrize("lengths", [(140,), (139, 3)], ids=str)
+def test_slabs_of_queries_choose_what_all_at_once_do(lengths, kernel_device, monkeypatch):
     """The last slab has more blocks to rank than the first: more than the 32 of the smallest."""
-    x = Inputs(shape, device, seed=8)
+    x = Inputs(Shape(lengths, G=1, h=1, l=4, d=2, l_sel=4), kernel_device, seed=8)
     whole, _ = choice(x)
     monkeypatch.setattr(score_topn_triton, "SLAB_BYTES", 1)
     slabs, counts = choice(x)
@@ -264,15 +243,13 @@ RANKINGS = {
     "rising": lambda n: torch.arange(n) * 1e-3,
     "nan": lambda n: torch.where(torch.arange(n) % 3 == 0, float("nan"), torch.arange(n) * 1.0),
 }
-RANKED = [
-    (seen, *sizes)
-    for seen in (1, 16, 17, 64, 250)
-    for sizes in ((1, 0, 1), (3, 1, 2), (5, 0, 1), (16, 1, 2))
-]
 
 
 @CORE
-@pytest.mark.parametrize("seen, n_sel, n_init, n_local", [*RANKED, (33000, 16, 1, 2)])
+@pytest.mark.parametrize("seen, n_sel, n_init, n_local", [
+    *((seen, *sizes) for seen in (1, 16, 17, 64, 250)
+      for sizes in ((1, 0, 1), (3, 1, 2), (5, 0, 1), (16, 1, 2))), (33000, 16, 1, 2),
+])  # fmt: skip
 def test_ranks(seen, n_sel, n_init, n_local, kernel_device):
     """The kernel alone, one query: forced blocks, then scores, then the lower index; no write past
     its row."""
@@ -345,14 +322,12 @@ SIGNED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "shape, passes",
-    [pytest.param(s, n, marks=CORE if i in (0, 3, 4) else [])
-     for i, s in enumerate(SIGNED) for n in (1, 2) if s.big or not i or n == 2],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("shape, passes", [
+    pytest.param(s, n, marks=CORE if i in (0, 3, 4) else [])
+    for i, s in enumerate(SIGNED) for n in (1, 2) if s.big or not i or n == 2
+], ids=str)  # fmt: skip
 def test_gates_of_any_sign(shape, passes, device):
-    with deterministic() if passes == 2 else contextlib.nullcontext():
+    with deterministic(passes == 2):
         whole_case(f"signs-{passes}", any_gates(Inputs(shape, device, seed=6)))
 
 
@@ -473,13 +448,8 @@ def test_the_future_changes_nothing(shape, device):
 
 
 class _NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> None:
-        return None
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, grad: None)
 
 
 OPERATORS = pytest.mark.parametrize("name", ["prefill", "compressed", "sliding", "selected"])
@@ -487,22 +457,17 @@ OPERATORS = pytest.mark.parametrize("name", ["prefill", "compressed", "sliding",
 
 def operator_of(name: str, x: Inputs) -> tuple:
     """A differentiable operator: its leaves, how to call it, and its backward."""
-    n = x.shape
-    if name == "prefill":
-        leaves, run, how = NAMES, prefill.nsa_prefill_triton, n.whole
-        backward = fused._prefill_bwd
-    elif name == "selected":
-        leaves, backward = NAMES[:1] + NAMES[3:5], blocks_ops._block_attention_bwd
-        rows = x.layout(x.q).shape[:-2]
-        chosen = torch.zeros(*rows, n.G, 1, dtype=torch.int32, device=x.device)
-        run = lambda *t, **kw: (prefill.selection_blocks_triton(*t, chosen, **kw), None)
-        how = dict(block_size=n.l_sel)
-    elif name == "compressed":
-        leaves, run, how = NAMES[:3], prefill.compressed_attention_triton, dict(l=n.l, d=n.d)
-        backward = span_ops._span_attention_bwd
-    else:
-        leaves, run = NAMES[:1] + NAMES[5:7], prefill.sliding_attention_triton
-        how, backward = dict(window=n.w), span_ops._span_attention_bwd
+    n, rows = x.shape, x.layout(x.q).shape[:-2]
+    chosen = torch.zeros(*rows, n.G, 1, dtype=torch.int32, device=x.device)
+    selected = lambda *t, **kw: (prefill.selection_blocks_triton(*t, chosen, **kw), None)
+    span, blocks = span_ops._span_attention_bwd, blocks_ops._block_attention_bwd
+    leaves, run, how, backward = {
+        "prefill": (NAMES, prefill.nsa_prefill_triton, n.whole, fused._prefill_bwd),
+        "selected": (["q", "k", "v"], selected, dict(block_size=n.l_sel), blocks),
+        "compressed": (NAMES[:3], prefill.compressed_attention_triton, dict(l=n.l, d=n.d), span),
+        "sliding": (["q", "k_win", "v_win"], prefill.sliding_attention_triton, dict(window=n.w),
+                    span),
+    }[name]  # fmt: skip
     return x.leaves(leaves), lambda *t, **kw: run(*t, **how, **kw), backward
 
 
@@ -522,9 +487,8 @@ def test_only_the_output_carries_a_gradient(name, kernel_device, monkeypatch):
     before = [e.name for e in seen.events() if e.time_range.start < kernels]
     assert not {"aten::zeros", "aten::zero_", "aten::fill_"} & set(before), before
 
-    unused = torch.autograd.grad(
-        _NoGradient.apply(call(*leaves)[0]).sum(), leaves, allow_unused=True
-    )
+    out = _NoGradient.apply(call(*leaves)[0])
+    unused = torch.autograd.grad(out.sum(), leaves, allow_unused=True)
     assert unused == (None,) * len(leaves)
 
 

@@ -8,29 +8,22 @@ import torch
 from nsa.kernels.prefill import limits
 
 
-@pytest.mark.parametrize(
-    "arch, d, dv, itemsize, most",
-    [
-        (120, 256, 256, 2, 16), (89, 200, 64, 2, 16), (86, 64, 192, 2, 16), (121, 128, 128, 2, 64),
-        (86, 192, 128, 2, 64), (86, 64, 64, 2, 128), (80, 256, 256, 2, 64), (90, 128, 128, 2, 64),
-        (90, 192, 128, 2, 64), (100, 64, 64, 4, 64), (103, 192, 128, 2, 64), (86, 8, 8, 4, 16),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("arch, d, dv, itemsize, most", [
+    (120, 256, 256, 2, 16), (89, 200, 64, 2, 16), (86, 64, 192, 2, 16), (121, 128, 128, 2, 64),
+    (86, 192, 128, 2, 64), (86, 64, 64, 2, 128), (80, 256, 256, 2, 64), (90, 128, 128, 2, 64),
+    (90, 192, 128, 2, 64), (100, 64, 64, 4, 64), (103, 192, 128, 2, 64), (86, 8, 8, 4, 16),
+])  # fmt: skip
 def test_most_heads_by_architecture_and_head_size(arch, d, dv, itemsize, most):
     assert limits.most_heads(arch, d, dv, itemsize) == most
 
 
-@pytest.fixture
-def small_gpu(monkeypatch):
+@pytest.mark.parametrize("name", ["cmp", "win", "sel", "blocks", "fused"])
+def test_more_heads_than_fit_are_refused_before_the_forward(name, monkeypatch):
     """Calls look as if they came from a part with 99 KB of shared memory."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(limits, "arch_of", lambda device: 120)
-
-
-@pytest.mark.parametrize("name", ["cmp", "win", "sel", "blocks", "fused"])
-def test_more_heads_than_fit_are_refused_before_the_forward(name, small_gpu):
     from nsa.kernels import prefill
 
+    monkeypatch.setattr(limits, "arch_of", lambda device: 120)
     x = torch.zeros(1, 64, 32, 256, dtype=torch.bfloat16)
     q, k = x, x[:, :, :1]
     cmp, lse = k[:, :3], torch.zeros(1, 64, 32)

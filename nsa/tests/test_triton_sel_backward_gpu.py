@@ -27,20 +27,12 @@ def backward_parity(case, tensors, grad_out, ranges, path=None):
     check(case, tensors, ranges, grad_out=grad_out, exact=plain_ranges, path=path)
 
 
-@pytest.mark.parametrize(
-    "dtype, h, D, Dv",
-    [
-        *(
-            pytest.param(*sizes, marks=CORE)
-            for sizes in (
-                (BF, 2, 128, 128), (BF, 4, 64, 64), (BF, 8, 64, 128), (BF, 16, 192, 128),
-                (HALF, 8, 128, 128),
-            )
-        ),
-        (BF, 4, 128, 128), (BF, 8, 128, 128), (BF, 16, 128, 128), (BF, 2, 128, 64),
-        (HALF, 4, 64, 64),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("dtype, h, D, Dv", [
+    *(pytest.param(*sizes, marks=CORE) for sizes in (
+        (BF, 2, 128, 128), (BF, 4, 64, 64), (BF, 8, 64, 128), (BF, 16, 192, 128),
+        (HALF, 8, 128, 128))),
+    (BF, 4, 128, 128), (BF, 8, 128, 128), (BF, 16, 128, 128), (BF, 2, 128, 64), (HALF, 4, 64, 64),
+])  # fmt: skip
 def test_triton_sel_backward_gpu(dtype, h, D, Dv, cuda):
     for dist in ("few", "many", "mixed"):
         for S, L in ((64, 16), (200, 256)):
@@ -69,9 +61,8 @@ def test_triton_sel_backward_fp32_and_wide_heads_gpu(dtype, S, dist, L, D, Dv, h
 def test_triton_sel_backward_hostile_ranges_gpu(path, cuda):
     """Overlapping, inverted, out-of-bounds and empty ranges drawn at random."""
     tensors, grad_out, gen = inputs(BF, 300, 2, 4, 128, 128, 300, 9)
-    ranges = torch.randint(
-        -40, 340, (1, 300, 2, 5, 2), device="cuda", generator=gen, dtype=torch.int32
-    )
+    how = dict(device="cuda", generator=gen, dtype=torch.int32)
+    ranges = torch.randint(-40, 340, (1, 300, 2, 5, 2), **how)
     backward_parity(f"bwd-hostile-{path}", tensors, grad_out, ranges, path)
 
 

@@ -91,47 +91,39 @@ def test_expanded_gradient_of_the_output(kernel_device):
     check("expanded", x, ranges, grad_out=ones)
 
 
-@pytest.mark.parametrize(
-    "change, error, words",
-    [
-        (dict(K=(1, 1, 40, 24)), ValueError, "K must be"),
-        (dict(V=(1, 1, 39, 16)), ValueError, "V must be"),
-        (dict(Q=(1, 3, 2, 16)), ValueError, r"Q must be \[B, S, G, h, Dk\], got shape"),
-        (dict(Q=(1, 3, 1, 2, 0), K=(1, 1, 40, 0)), ValueError, "Q must have at least one group"),
-        (dict(Q=(1, 3, 0, 2, 16), K=(1, 0, 40, 16)), ValueError, "Q must have at least one group"),
-        (dict(ranges=(1, 2, 1, 2, 2)), ValueError, "ranges must be"),
-        (dict(ranges=(1, 3, 1, 2, 3)), ValueError, "ranges must be"),
-        (dict(ranges_dtype=torch.float32), TypeError, "ranges must be int32 or int64"),
-        (dict(K_dtype=torch.float32), TypeError, "K must have Q's dtype"),
-        (dict(Q_dtype=torch.int32), TypeError, "Q must be float16 or .* got torch.int32"),
-        (dict(Q_dtype=torch.float8_e4m3fn), TypeError, "Q must be float16 or .* got torch.float8"),
-        (dict(V_dtype=torch.complex64), TypeError, "V must be float16 or .* got torch.complex64"),
-        (dict(scale=float("nan")), ValueError, "softmax_scale must be a finite .*, got nan"),
-        (dict(scale="1"), TypeError, "softmax_scale must be None or a number, got '1'"),
-        (dict(path="fastest"), ValueError, "path must be None or one of"),
-    ],
-)
+def half(*shape, dtype=HALF):
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("change, error, words", [
+    (dict(K=half(1, 1, 40, 24)), ValueError, "K must be"),
+    (dict(V=half(1, 1, 39, 16)), ValueError, "V must be"),
+    (dict(Q=half(1, 3, 2, 16)), ValueError, r"Q must be \[B, S, G, h, Dk\], got shape"),
+    *((dict(Q=half(*q), K=half(*k)), ValueError, "Q must have at least one group")
+      for q, k in (((1, 3, 1, 2, 0), (1, 1, 40, 0)), ((1, 3, 0, 2, 16), (1, 0, 40, 16)))),
+    *((dict(ranges=half(*shape).int()), ValueError, "ranges must be")
+      for shape in ((1, 2, 1, 2, 2), (1, 3, 1, 2, 3))),
+    (dict(ranges=half(1, 3, 1, 2, 2)), TypeError, "ranges must be int32 or int64"),
+    (dict(K=torch.zeros(1, 1, 40, 16)), TypeError, "K must have Q's dtype"),
+    *((dict(Q=half(1, 3, 1, 2, 16, dtype=x)), TypeError, f"Q must be float16 or .* got {x}")
+      for x in (torch.int32, torch.float8_e4m3fn)),
+    (dict(V=half(1, 1, 40, 16, dtype=torch.complex64)), TypeError, "V must be float16 .*complex64"),
+    (dict(softmax_scale=float("nan")), ValueError, "softmax_scale must be a finite .*, got nan"),
+    (dict(softmax_scale="1"), TypeError, "softmax_scale must be None or a number, got '1'"),
+    (dict(path="fastest"), ValueError, "path must be None or one of"),
+])  # fmt: skip
 def test_bad_arguments_are_named(change, error, words):
-    shapes = dict(Q=(1, 3, 1, 2, 16), K=(1, 1, 40, 16), V=(1, 1, 40, 16), ranges=(1, 3, 1, 2, 2))
-    given = {
-        name: torch.zeros(
-            change.get(name, shape),
-            dtype=change.get(f"{name}_dtype", torch.int32 if name == "ranges" else HALF),
-        )
-        for name, shape in shapes.items()
-    }
+    q, kv, ranges = half(1, 3, 1, 2, 16), half(1, 1, 40, 16), half(1, 3, 1, 2, 2).int()
     with pytest.raises(error, match=words):
-        selection_attention_triton(
-            **given, path=change.get("path"), softmax_scale=change.get("scale")
-        )
+        selection_attention_triton(**dict(Q=q, K=kv, V=kv, ranges=ranges) | change)
 
 
 PACKED_ERRORS = [
-    (dict(q=torch.zeros(3, 16, dtype=HALF)), ValueError, r"Q must be \[N, H, D\], got shape"),
+    (dict(q=half(3, 16)), ValueError, r"Q must be \[N, H, D\], got shape"),
     (dict(q=[[1.0]]), TypeError, r"Q must be a tensor \[N, H, D\], got list"),
-    (dict(k=torch.zeros(6, dtype=HALF)), ValueError, r"K must be \[T, D\], got shape"),
+    (dict(k=half(6)), ValueError, r"K must be \[T, D\], got shape"),
     (dict(v=torch.zeros(6, 16)), TypeError, "V must have Q's dtype torch.float16, got"),
-    (dict(q=torch.zeros(2, 3, 24, dtype=HALF)), ValueError, "K's head size must be Q's 24"),
+    (dict(q=half(2, 3, 24)), ValueError, "K's head size must be Q's 24"),
     (dict(cu=None), TypeError, "cu_seqlens must be a tensor .* got NoneType"),
     (dict(cu=torch.zeros(3)), TypeError, "cu_seqlens must be int32, got"),
     (dict(cu=torch.empty(3, device="meta").int()), ValueError, "cu_seqlens must be on Q.s device"),
@@ -144,10 +136,10 @@ PACKED_ERRORS = [
 ]
 
 
-def packed_call(q=None, k=None, v=None, cu=0, **how):
-    zeros = lambda x, *shape: torch.zeros(*shape, dtype=HALF) if x is None else x
-    cu = torch.tensor([0, 2, 6], dtype=torch.int32) if isinstance(cu, int) else cu
-    q, k, v = zeros(q, 2, 3, 16), zeros(k, 6, 16), zeros(v, 6, 16)
+def packed_call(**change):
+    given = dict(q=half(2, 3, 16), k=half(6, 16), v=half(6, 16), cu=torch.tensor([0, 2, 6]).int())
+    q, k, v, cu, *_ = (given | change).values()
+    how = {name: x for name, x in change.items() if name not in given}
     return sel_attn_fwd_varlen(q, k, v, cu, **how)
 
 

@@ -10,13 +10,13 @@ import torch
 from bench.parity import assert_parity
 from nsa import launches, oracle
 from nsa.flags import Flags
-from nsa.kernels.triton_sel_kernel import sel_fwd
+from nsa.kernels.triton_sel_kernel import sel_fwd, selection_ranges_triton
 from nsa.kernels.triton_sel_kernel.in_place import sel_fwd_in_place
 from nsa.kernels.triton_sel_kernel.inputs import units_of_8
 from nsa.kernels.triton_sel_kernel.spans import clean_spans
 from nsa.kernels.triton_sel_kernel.tiles import Tiles, fwd_tiles
 from nsa.tests.cases import strided
-from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges, randn
+from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, generator, make_ranges, randn
 from nsa.tests.sel_cases import IN_PLACE, check, inputs, oracle_ranges, plain_dense, rows_of
 
 pytestmark = [pytest.mark.kernel, pytest.mark.core]
@@ -80,15 +80,15 @@ def test_splits_merge_to_the_same(splits, kernel_device):
 
 def far_apart(n, keys, every, wide):
     """[1, 2, 2, n, 2]: `wide` keys at n different places."""
-    draw = lambda i: torch.randperm(keys // every, generator=torch.Generator().manual_seed(i))[:n]
+    draw = lambda i: torch.randperm(keys // every, generator=generator(i))[:n]
     start = torch.stack([draw(i) * every for i in range(4)]).view(1, 2, 2, n)
     return torch.stack([start, start + wide], -1)
 
 
 @pytest.mark.parametrize(
-    "n, splits, keep_lse", [(8, 1, True), (8, 4, True), (90, 2, True), (90, 8, False)]
+    "n, splits, keep", [(8, 1, True), (8, 4, True), (90, 2, True), (90, 8, False)]
 )
-def test_ranges_in_parts(n, splits, keep_lse, kernel_device):
+def test_ranges_in_parts(n, splits, keep, kernel_device):
     """Of a batch with a row without keys, whose parts are all empty; and more ranges than a pass
     holds, which are split pass by pass."""
     B, S, keys = (2, 4, 70) if n == 8 else (1, 2, 300)
@@ -97,12 +97,12 @@ def test_ranges_in_parts(n, splits, keep_lse, kernel_device):
     if n == 8:
         ranges[1, 2, 0] = 0
     out, lse = sel_fwd_in_place(
-        *x, ranges.to(kernel_device), None, splits=splits, keep_lse=keep_lse,
+        *x, ranges.to(kernel_device), None, splits=splits, keep_lse=keep,
         tiles=Tiles(16, 16, 32, 4, 1),
     )  # fmt: skip
     want = oracle_ranges(*(t.double().cpu() for t in x), ranges)
     torch.testing.assert_close(out.cpu().double(), want, rtol=1e-4, atol=1e-5)
-    assert (lse is not None) == keep_lse
+    assert (lse is not None) == keep
     assert n != 8 or (lse[1, 2, 0] == -torch.inf).all()
 
 
@@ -119,8 +119,6 @@ def test_ranges(kind, path, kernel_device):
     ranges = make_ranges(kind, 1, 2, 2, 70, 40, device=kernel_device, seed=3)
     x = inputs(HALF, kernel_device, S=2, seed=7)
     if (path, kind) == ("varlen", "empty"):  # no bucket holds a key
-        from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-
         with launches.recording() as launched:
             assert (selection_ranges_triton(*x, ranges, path=path) == 0).all() and not launched
         return
@@ -140,18 +138,18 @@ def test_one_range_per_row_takes_the_dense_kernel(group, kernel_device):
     assert not set(IN_PLACE) & set(launched)
 
 
-def layout(x, name):
-    if name == "bsgd":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    wide = torch.nn.functional.pad(x, (0, 8 if name == "padded" else 3))
-    return wide[..., : x.shape[-1]]
+LAYOUTS = {
+    "bsgd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "padded": lambda x: torch.nn.functional.pad(x, (0, 8))[..., : x.shape[-1]],
+    "odd": lambda x: torch.nn.functional.pad(x, (0, 3))[..., : x.shape[-1]],
+}
 
 
-@pytest.mark.parametrize("name", ["bsgd", "padded", "odd"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_kv_strides(name, kernel_device):
     """K and V are read in place through strides; only what 16-byte loads cannot read is copied."""
     q, k, v = inputs(HALF, kernel_device, seed=11)
-    k, v = layout(k, name), layout(v, name)
+    k, v = map(LAYOUTS[name], (k, v))
     assert not k.is_contiguous()
     assert (units_of_8(k)[0].data_ptr() == k.data_ptr()) == (name != "odd")
     ranges = make_ranges("mixed", 1, 4, 2, 70, 40, device=kernel_device)

@@ -73,24 +73,14 @@ def nearness(out: Tensor, want: Tensor, same: Tensor) -> float:
     return near if math.isfinite(near) else math.inf
 
 
-CACHE_KERNELS = ("_sel_attn_fwd_dense_kernel", "_sel_attn_fwd_ranges_kernel")
-PACKED_KERNELS = (
-    "_sel_attn_fwd_dense_group_kernel", "_sel_attn_fwd_varlen_kernel",
-    "_sel_attn_fwd_varlen_group_kernel",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "dtype, D, Dv, H",
-    [
-        pytest.param(dtype, D, Dv, H, marks=[CORE] if H == reported else [])
-        for dtype, D, Dv, reported in (
-            (torch.bfloat16, 64, 64, 2), (torch.bfloat16, 64, 128, 4), (torch.bfloat16, 128, 64, 2),
-            (torch.bfloat16, 128, 128, 8), (torch.float16, 128, 128, 4),
-        )
-        for H in (2, 4, 8)
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("dtype, D, Dv, H", [
+    pytest.param(dtype, D, Dv, H, marks=[CORE] * (H == reported))
+    for dtype, D, Dv, reported in (
+        (torch.bfloat16, 64, 64, 2), (torch.bfloat16, 64, 128, 4), (torch.bfloat16, 128, 64, 2),
+        (torch.bfloat16, 128, 128, 8), (torch.float16, 128, 128, 4),
+    )
+    for H in (2, 4, 8)
+])  # fmt: skip
 def test_triton_sel_parity_matrix_gpu(dtype, D, Dv, H, cuda):
     """Every cell reads the cache in place; with bf16 and D = Dv the packed kernels take turns."""
     gen = torch.Generator("cuda").manual_seed(D + Dv + H)
@@ -128,11 +118,12 @@ def test_triton_sel_parity_matrix_gpu(dtype, D, Dv, H, cuda):
                 nearest = sorted(nearest, key=lambda cell: -cell[0])[:1]
     assert done == 63 + 42 * packed_too
     case = f"matrix-{str(dtype)[6:]}-D{D}-Dv{Dv}-H{H}"
+    kernels = ["dense", "ranges", *["dense_group", "varlen", "varlen_group"] * packed_too]
     for _, cell, out, (q, k, v) in nearest:
         assert_parity(
             f"{case}-{cell}", "fwd", out, plain_dense(q.double(), k.double(), v.double()),
             plain_dense(q, k, v), path_requested="triton", path_taken="triton", launches=launched,
-            expect_kernels=CACHE_KERNELS + PACKED_KERNELS * packed_too,
+            expect_kernels=[f"_sel_attn_fwd_{name}_kernel" for name in kernels],
         )  # fmt: skip
 
 
@@ -171,9 +162,8 @@ def test_triton_wrapper_parity_multirange_small_gpu(cuda):
         for path in (None, "ranges", "varlen"):
             if (kind, path) == ("empty", "varlen"):
                 continue  # nothing to launch
-            run = lambda *x, r=ranges, p=path: sel.selection_attention_triton(
-                *x, r, path=p, flags=flags
-            )
+            how = dict(ranges=ranges, path=path, flags=flags)
+            run = lambda *x, how=how: sel.selection_attention_triton(*x, **how)
             check(f"wrapper-{kind}-{path}", x, ranges, run=run)
 
 

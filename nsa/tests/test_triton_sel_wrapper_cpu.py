@@ -1,5 +1,5 @@
 """selection_attention_triton() on CPU tensors: right, on packed SDPA, its fallbacks logged with
-their reason; what its kernels log."""
+their reason; what its kernels log; gradients by which route, and none that nobody asked for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nsa
-from nsa import dispatch
+from nsa import dispatch, launches
 from nsa.flags import Flags
 from nsa.kernels.triton_sel_kernel import selection_attention_triton, selection_ranges_triton
 from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges, randn
@@ -37,21 +37,14 @@ def test_packed_sdpa_serves_cpu_tensors(kind):
     assert [(d.route.value, d.fallback_reason) for d in taken] == [("sdpa", "no_cuda")]
 
 
-@pytest.mark.parametrize(
-    "flags, route, reason",
-    [
-        (Flags(), "sdpa", "no_cuda"),
-        (Flags(use_sel_pack=False), "reference", "no_cuda"),
-        (Flags(force_parity=True), "reference", "force_parity"),
-    ],
-)
-def test_routes_of_the_flags(flags, route, reason):
-    assert attend(inputs(FULL), flags=flags)[1] == [(route, reason)]
-
-
-def test_flags_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv("NSA_USE_SEL_PACK", "0")
-    assert attend(inputs(FULL))[1] == [("reference", "no_cuda")]
+@pytest.mark.parametrize("name, value, route, reason", [
+    ("use_sel_pack", True, "sdpa", "no_cuda"), ("use_sel_pack", False, "reference", "no_cuda"),
+    ("force_parity", True, "reference", "force_parity"),
+])  # fmt: skip
+def test_routes_of_the_flags_given_or_of_the_environment(name, value, route, reason, monkeypatch):
+    assert attend(inputs(FULL), flags=Flags(**{name: value}))[1] == [(route, reason)]
+    monkeypatch.setenv(f"NSA_{name.upper()}", str(int(value)))
+    assert attend(inputs(FULL))[1] == [(route, reason)]
 
 
 @pytest.mark.parametrize("D", [12, 20])
@@ -76,14 +69,16 @@ def test_a_named_triton_route_is_refused_on_cpu():
 # ---- what is logged ------------------------------------------------------------------------------
 
 
+def as_on_cuda(monkeypatch, sm=(9, 0)):
+    """Describe CPU tensors to the policy as on a CUDA device."""
+    real, described = dispatch.make_request, dict(device="cuda", capability=sm)
+    change = lambda *a, **kw: replace(real(*a, **kw), **described)
+    monkeypatch.setattr(dispatch, "make_request", change)
+
+
 def call(monkeypatch, flags, *, dtype=torch.float16, D=16, grad=False, cuda=True, sm=(9, 0)):
-    """selection_attention_triton on CPU tensors, described to the policy as on a CUDA device."""
-    real = dispatch.make_request
     if cuda:
-        monkeypatch.setattr(
-            dispatch, "make_request",
-            lambda *a, **kw: replace(real(*a, **kw), device="cuda", capability=sm),
-        )  # fmt: skip
+        as_on_cuda(monkeypatch, sm)
     q, k, v = inputs(dtype, D=D, Dv=16)
     q.requires_grad_(grad)
     with dispatch.trace() as taken:
@@ -93,31 +88,28 @@ def call(monkeypatch, flags, *, dtype=torch.float16, D=16, grad=False, cuda=True
     return taken[-1]
 
 
-CASES = {
-    "dtype": dict(dtype=torch.float32),
-    "align8": dict(D=12),
-    "sm89_policy": dict(sm=(8, 9)),
-    "needs_grad": dict(grad=True),
-    "no_cuda": dict(cuda=False),
-    "capability": dict(sm=(7, 5)),
-}
+def logged(capfd, *tags):
+    """The lines of each tag."""
+    lines = capfd.readouterr().err.splitlines()
+    return [[x for x in lines if x.startswith(f"NSA-LOG {tag} ")] for tag in tags]
 
 
-@pytest.mark.parametrize("reason", CASES)
-def test_reason_is_logged_and_sdpa_answers(reason, monkeypatch, capfd):
-    taken = call(
-        monkeypatch, replace(ON, debug_log=True, sel_triton_allow_grad=False), **CASES[reason]
-    )
+@pytest.mark.parametrize("reason, how", [
+    ("dtype", dict(dtype=torch.float32)), ("align8", dict(D=12)), ("needs_grad", dict(grad=True)),
+    ("sm89_policy", dict(sm=(8, 9))), ("no_cuda", dict(cuda=False)),
+    ("capability", dict(sm=(7, 5))),
+])  # fmt: skip
+def test_reason_is_logged_and_sdpa_answers(reason, how, monkeypatch, capfd):
+    flags = replace(ON, debug_log=True, sel_triton_allow_grad=False)
+    taken = call(monkeypatch, flags, **how)
     assert (taken.route.value, taken.fallback_reason) == ("sdpa", reason)
-    lines = [x for x in capfd.readouterr().err.splitlines() if "sel.triton.fallback" in x]
-    assert len(lines) == 1 and f"reason={reason}" in lines[0]
-    assert lines[0].startswith("NSA-LOG sel.triton.fallback ")
+    ((line,),) = logged(capfd, "sel.triton.fallback")
+    assert f"reason={reason}" in line
 
 
 def test_packing_is_timed(monkeypatch, capfd):
     call(monkeypatch, Flags(debug_timing=True), cuda=False)
-    lines = capfd.readouterr().err.splitlines()
-    packs = [x for x in lines if x.startswith("NSA-LOG sel.sdpa.pack ")]
+    (packs,) = logged(capfd, "sel.sdpa.pack")
     assert packs and all(" rows=" in x and " ms=" in x for x in packs)
 
 
@@ -126,21 +118,14 @@ def test_what_a_call_by_blocks_logs(kernel_device, capfd):
     kw = {"dtype": torch.float16, "device": kernel_device}
     q, k = randn(1, 2, 2, 16, seed=1, **kw), randn(1, 41, 1, 16, seed=2, **kw)
     blocks = torch.tensor([0, 2], dtype=torch.int32, device=kernel_device).expand(1, 2, 1, 2)
-    flags = Flags(
-        debug_log=True, debug_timing=True, debug_shapes=True, debug_compare=True,
-        triton_sel_force=True,
-    )  # fmt: skip
-    nsa.selection_attention(
-        q, k, k, blocks, block_size=16, q_start=39, backend="triton", flags=flags
-    )
-    lines = capfd.readouterr().err.splitlines()
-    (reads,) = [x for x in lines if x.startswith("NSA-LOG sel.triton.reads ")]
-    assert "tokens=49 rows=2" in reads
-    (path,) = [x for x in lines if x.startswith("NSA-LOG sel.triton.path ")]
-    assert "path=blocks" in path
-    (timing,) = [x for x in lines if x.startswith("NSA-LOG sel.triton.bucket_timing ")]
+    debug = dict.fromkeys(["debug_log", "debug_timing", "debug_shapes", "debug_compare"], True)
+    how = dict(backend="triton", flags=Flags(triton_sel_force=True, **debug))
+    nsa.selection_attention(q, k, k, blocks, block_size=16, q_start=39, **how)
+    tags = "reads", "path", "bucket_timing", "shapes", "compare"
+    found = logged(capfd, *(f"sel.triton.{tag}" for tag in tags))
+    (reads,), (path,), (timing,), (_,), (_,) = found
+    assert "tokens=49 rows=2" in reads and "path=blocks" in path
     assert "bucket=blocks" in timing and " ms=" in timing and " gbs=" in timing
-    assert sum(".shapes " in x or ".compare " in x for x in lines) == 2
 
 
 def test_block_sizes_without_a_kernel_are_unavailable(kernel_device):
@@ -161,14 +146,44 @@ def test_what_a_triton_call_logs(path, buckets, kernel_device, capfd):
     x, ranges = inputs(device=kernel_device, S=3, G=1), rows_of(spans, kernel_device)
     flags = Flags(debug_log=True, debug_timing=True)
     selection_ranges_triton(*x, ranges, path=path, flags=flags)
-    lines = capfd.readouterr().err.splitlines()
-    tagged = lambda tag: [x for x in lines if x.startswith(f"NSA-LOG {tag} ")]
-    assert len(tagged("sel.triton.reads")) == 1
-    assert "tokens=53 rows=3" in tagged("sel.triton.reads")[0]
-    assert f"path={path}" in tagged("sel.triton.path")[0]
-    pack = tagged("sel.triton.pack")
+    tags = "reads", "path", "bucket_timing", "pack", "device"
+    reads, which, timing, pack, device = logged(capfd, *(f"sel.triton.{tag}" for tag in tags))
+    assert len(reads) == len(which) == 1
+    assert "tokens=53 rows=3" in reads[0] and f"path={path}" in which[0]
     assert len(pack) == (2 if path == "varlen" else 0) and all(" ms=" in x for x in pack)
-    timing = tagged("sel.triton.bucket_timing")
     assert len(timing) == buckets and all(" ms=" in x and " gbs=" in x for x in timing)
-    if kernel_device == "cuda":
-        assert len(tagged("sel.triton.device")) == 1
+    assert len(device) == (kernel_device == "cuda")
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def test_allow_grad_decides_in_automatic_mode(kernel_device, monkeypatch):
+    """With a gradient needed, NSA_SEL_TRITON_ALLOW_GRAD chooses between Triton and SDPA."""
+    q, k, v = inputs(torch.float16, kernel_device)
+    ranges = make_ranges("many", 1, 4, 2, 70, 40, device=kernel_device)
+    as_on_cuda(monkeypatch)
+    for allow, route in ((False, "sdpa"), (True, "triton")):
+        flags = Flags(use_triton_sel=True, sel_triton_min_L=1, sel_triton_allow_grad=allow)
+        leaf = q.clone().requires_grad_()
+        with dispatch.trace() as taken, launches.recording() as launched:
+            selection_attention_triton(leaf, k, v, ranges, flags=flags).float().sum().backward()
+        assert taken[0].route.value == route
+        assert taken[0].fallback_reason == (None if allow else "needs_grad")
+        assert bool(launched.get("_sel_attn_bwd_dq_kernel")) == allow
+        assert leaf.grad.abs().sum() > 0
+        with dispatch.trace() as taken, torch.no_grad():
+            selection_attention_triton(leaf, k, v, ranges, flags=flags)
+        assert taken[0].route.value == "triton", "no gradient is recorded here"
+
+
+@pytest.mark.parametrize("frozen", ["q", "kv"])
+def test_only_what_needs_a_gradient_is_computed(frozen, kernel_device):
+    q, k, v = inputs(torch.float32, kernel_device)
+    for x in (k, v) if frozen == "q" else (q,):
+        x.requires_grad_()
+    ranges = make_ranges("many", 1, 4, 2, 70, 40, device=kernel_device)
+    with launches.recording() as launched:
+        selection_ranges_triton(q, k, v, ranges).sum().backward()
+    assert (q.grad is None) == (frozen == "q") and (k.grad is None) == (frozen == "kv")
+    assert bool(launched.get("_sel_attn_bwd_dkdv_kernel")) == (frozen == "q")
