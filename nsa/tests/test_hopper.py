@@ -274,7 +274,9 @@ def pack(*lengths):
     return cu, blocks.cu_seqlens_compressed(cu, 32, 16)
 
 
-@ALL
+@pytest.mark.parametrize("shape", [
+    *SHAPES, Shape((1000,), G=4, h=16, **WIDE, dtype=BF16, n_sel=8, **PAPER | dict(l_sel=32)),
+], ids=str)  # fmt: skip
 def test_whole(shape, device):
     with launches.recording() as counts:
         kernels_of.test_whole(shape, device)
