@@ -274,12 +274,19 @@ def pack(*lengths):
     return cu, blocks.cu_seqlens_compressed(cu, 32, 16)
 
 
+def counted(run):
+    """run() and its launches where all is compiled: a call that meets a kernel to compile begins
+    again, and what it launched before counts too."""
+    run()
+    with launches.recording() as counts:
+        return run(), counts
+
+
 @pytest.mark.parametrize("shape", [
     *SHAPES, Shape((1000,), G=4, h=16, **WIDE, dtype=BF16, n_sel=8, **PAPER | dict(l_sel=32)),
 ], ids=str)  # fmt: skip
 def test_whole(shape, device):
-    with launches.recording() as counts:
-        kernels_of.test_whole(shape, device)
+    _, counts = counted(lambda: kernels_of.test_whole(shape, device))
     # Without a gradient once more, where one kernel does both spans, but for fp16. Selection of all
     # blocks is a span too.
     whole = max(shape.keys) <= shape.n_sel * shape.l_sel
@@ -302,8 +309,7 @@ THEIRS = (
 ], ids=str)  # fmt: skip
 def test_whole_with_the_papers_heads(shape, device):
     """With heads of 192 and 128 these kernels serve everything but what neighbours share."""
-    with launches.recording() as counts:
-        kernels_of.test_whole(shape, device)
+    _, counts = counted(lambda: kernels_of.test_whole(shape, device))
     assert {FORWARD, SCORES, SELECTION} <= set(counts) and counts[BACKWARD] == 2, dict(counts)
     assert not [name for name in counts if name in THEIRS], dict(counts)
     assert (SHARED in counts) == (shape.h == 16), dict(counts)
@@ -445,18 +451,18 @@ def test_attention_chooses_as_good_blocks(heads, b, start, s, kind, device, monk
     def choose(least, slab_bytes=score_topn_triton.SLAB_BYTES):
         monkeypatch.setattr(score_in_attention_hopper, "LEAST_KEYS", least)
         monkeypatch.setattr(score_topn_triton, "SLAB_BYTES", slab_bytes)
-        with launches.recording() as counts, torch.no_grad():
-            _, info = prefill.nsa_prefill_triton(
-                q, k_cmp, k_cmp, keys, keys, keys, keys, gates, l=32, d=16, l_sel=64, n_sel=8,
-                n_init=1, n_local=2, window=512, q_start=start,
-            )  # fmt: skip
+        tensors = q, k_cmp, k_cmp, keys, keys, keys, keys, gates
+        sizes = dict(l=32, d=16, l_sel=64, n_sel=8, n_init=1, n_local=2, window=512)
+        with torch.no_grad():
+            (_, info), counts = counted(
+                lambda: prefill.nsa_prefill_triton(*tensors, **sizes, q_start=start)
+            )
         return info["block_indices"], counts
 
     want, counts = choose(1 << 20)
     assert counts[SCORES] == 1
     got, counts = choose(0)
     assert SCORES not in counts and counts["_block_topn_kernel"] == 1
-    choose(0, 1)  # A call that meets a kernel to compile begins again, and what it launched counts.
     by_slabs, counts = choose(0, 1)
     assert counts["_block_topn_kernel"] == counts[PAIR] > 1
     assert torch.equal(by_slabs, got)
