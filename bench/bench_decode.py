@@ -112,9 +112,6 @@ COLUMNS = (
 )  # fmt: skip
 
 
-# ---- cases ---------------------------------------------------------------------------------------
-
-
 def case_name(batch: int, S: int, T: int) -> str:
     name = f"decode/S={S}" if batch == 1 else f"decode/B={batch}/S={S}"
     return f"{name}/T={T}" if T > 1 else name
@@ -161,76 +158,61 @@ def branch_case(step: Step, branch: str, columns: dict[str, Any]) -> Case:
     )  # fmt: skip
 
 
-class Cell:
+def cell(
+    layer: NSAAttention, batch: int, S: int, T: int, args: argparse.Namespace,
+    columns: dict[str, Any], tools: dict[str, Any], backend: str | None, fallbacks: set,
+) -> Unbuilt:  # fmt: skip
     """One batch size, context length and number of new tokens: the step's case, and what is timed
-    beside it."""
+    beside it. fallbacks gets why the step fell back."""
+    columns = {**columns, "B": batch, "S": S, "T": T}
+    built: list[tuple[Step, Case]] = []
 
-    def __init__(
-        self, layer: NSAAttention, batch: int, S: int, T: int, args: argparse.Namespace,
-        columns: dict[str, Any], tools: dict[str, Any], backend: str | None,
-    ) -> None:  # fmt: skip
-        self.layer, self.batch, self.S, self.T, self.args = layer, batch, S, T, args
-        self.columns = {**columns, "B": batch, "S": S, "T": T}
-        self.tools, self.backend = tools, backend
-        self.step: Step | None = None
-
-    def unbuilt(self) -> Unbuilt:
-        name = case_name(self.batch, self.S, self.T)
-        return Unbuilt("decode", name, self.build, self.columns, self.more)
-
-    def build(self) -> Case:
-        step = self.step = Step(
-            self.layer, self.batch, self.S, backend=self.backend, T=self.T, alike=self.args.alike,
-            kv_cache_dtype=self.args.kv_cache_dtype,
-        )  # fmt: skip
+    def build() -> Case:
+        step = Step(layer, batch, S, backend=backend, T=T, alike=args.alike,
+                    kv_cache_dtype=args.kv_cache_dtype)  # fmt: skip
         read = step.counted
-        self.columns |= {
+        columns.update({
             "reads_actual": read.cmp + read.sel + read.win, "reads_expected": read.expected_step,
             "reads_cmp": read.cmp, "reads_sel": read.sel, "reads_win": read.win,
             "reads_seen": step.seen, "fallback": step.fallback, "kv_error": step.kv_error(),
-        }  # fmt: skip
-        self.total = total_case(step, self.columns)
-        return self.total
+        })  # fmt: skip
+        fallbacks.add(step.fallback)
+        built.append((step, total_case(step, columns)))
+        return built[0][1]
 
-    def more(self, row: BenchRow) -> dict[str, Any]:
+    def more(row: BenchRow) -> dict[str, Any]:
         """Columns of the branches alone, of graphs and the layer, and all reads."""
-        step, mode, tools = self.step, self.args.branch_force_mode, self.tools
-        if step is None:  # it did not fit
+        if not built:  # it did not fit
             return {}
+        (step, total), mode = built.pop(), args.branch_force_mode
         wanted = BRANCHES if mode == "env" else () if mode == "none" else (mode,)
         parts = {
-            b: measure(branch_case(step, b, {**self.columns, "branch": b}), **tools) for b in wanted
+            b: measure(branch_case(step, b, {**columns, "branch": b}), **tools) for b in wanted
         }
         rows, missing = {}, {}
-        if self.args.more:
+        if args.more:
             try:
-                rows, missing = more_rows(self.layer, step, self.total, self.columns, tools)
+                rows, missing = more_rows(layer, step, total, columns, tools)
             except torch.cuda.OutOfMemoryError as error:
                 missing = {"graph or layer": f"out of memory: {str(error).splitlines()[0]}"}
-        read = step.counted
-        line: dict[str, Any] = {
+        states = lambda some: " ".join(f"{n}={one.status}" for n, one in some.items())
+        taken = [f"{b}={part.path_taken}" for b, part in parts.items() if part.path_taken]
+        both, read = {**parts, **rows}, step.counted
+        why = [*row.why, *(f"{n}: {w}" for n, one in both.items() for w in one.why)]
+        for reason in dict.fromkeys(missing.values()):
+            names = [name for name, why_not in missing.items() if why_not == reason]
+            why.append(f"no {' and '.join(names)}: {reason}")
+        return {
             "reads_actual": read.total, "reads_expected": read.expected,
             "reads_actual_decode": read.cmp + read.sel + read.win,
             "reads_expected_decode": read.expected_step,
             "blocks_together": step.keys_once()[1],
-            **part_columns([one.csv() for one in (*parts.values(), *rows.values())]),
+            **part_columns([one.csv() for one in both.values()]),
+            "branch_status": states(parts), "more_status": states(rows),
+            "branch_path": " ".join(taken), "why": "; ".join(why),
         }  # fmt: skip
-        for name, some in (("branch_", parts), ("more_", rows)):
-            line[f"{name}status"] = " ".join(f"{n}={one.status}" for n, one in some.items())
-        line["branch_path"] = " ".join(
-            f"{b}={part.path_taken}" for b, part in parts.items() if part.path_taken
-        )
-        by_reason: dict[str, list[str]] = {}
-        for name, why in missing.items():
-            by_reason.setdefault(why, []).append(name)
-        line["why"] = "; ".join([
-            *row.why, *(f"{n}: {w}" for n, one in {**parts, **rows}.items() for w in one.why),
-            *(f"no {' and '.join(names)}: {why}" for why, names in by_reason.items()),
-        ])  # fmt: skip
-        return line
 
-
-# ---- the command ---------------------------------------------------------------------------------
+    return Unbuilt("decode", case_name(batch, S, T), build, columns, more)
 
 
 def _lengths(text: str) -> list[int]:
@@ -319,10 +301,7 @@ def cases(
     columns = {**args.sizes, "dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype, **about}
     layer, fallbacks = layer_of(args), set()
     for (batch, S), T in itertools.product(shapes(args, gpu), args.T):
-        cell = Cell(layer, batch, S, T, args, columns, tools, backend)
-        yield cell.unbuilt()
-        fallbacks.add(cell.step and cell.step.fallback)
-        del cell
+        yield cell(layer, batch, S, T, args, columns, tools, backend, fallbacks)
         if gpu:  # graphs keep their memory until they are collected
             gc.collect()
             torch.cuda.empty_cache()

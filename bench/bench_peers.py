@@ -36,8 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 
 from bench import peer_selection, peer_sfnsa
-from bench.bench_prefill import Passes, attention_case, case_name, check_key_gradients, judged
-from bench.main import bench_parser, card_tools, names, parsed, time_cases
+from bench.bench_prefill import Passes, attention_case, case_name, check_key_gradients
+from bench.cases import truths
+from bench.main import bench_parser, card_tools, parsed, time_cases
 from bench.peer_selection import SelectionPeer
 from bench.peer_sfnsa import Sfnsa
 from bench.prefill_inputs import SHARING, Prefill
@@ -79,7 +80,7 @@ def peer_contender(peer: Peer, direction: str) -> Contender:
         state = {"out": peer.forward(), "leaves": peer.leaves()}
         check_key_gradients(x, "full", state, peer.name, (), peer.gradients)
     truth = peer.exact if forward else lambda dtype: peer.gradients(dtype)[0]
-    return judged(peer.name, passes.call(peer.name), peer.name, x, truth)
+    return Contender(peer.name, passes.call(peer.name), peer.name, **truths(truth, x.q.dtype))
 
 
 class Match:
@@ -143,19 +144,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = bench_parser(
         __doc__, lengths=[4096, 8192, 16384, 32768, 65536], device_s=1.0, shrinks=False,
         sizes={name: getattr(default, name) for name in SIZES},
+        lists={"selection": (peer_selection.PEERS, [], ": selection alone beside that of these"),
+               "sharing": (SHARING, SHARING[:1], ""), "directions": (DIRECTIONS, DIRECTIONS, "")},
     )  # fmt: skip
     parser.add_argument("--sfnsa", type=Path, metavar="FOLDER", help="checkout of sfnsa")
-    parser.add_argument(
-        "--selection",
-        type=names(*peer_selection.PEERS),
-        default=[],
-        help=f"selection alone beside that of {', '.join(peer_selection.PEERS)}",
-    )
-    parser.add_argument(
-        "--sharing", type=names(*SHARING), default=SHARING[:1], help=f"from {', '.join(SHARING)}"
-    )
-    parser.add_argument("--directions", type=names(*DIRECTIONS), default=DIRECTIONS,
-                        help=f"from {', '.join(DIRECTIONS)}")  # fmt: skip
     parser.add_argument("--no_dense", action="store_true", help="leave dense attention out")
     args = parsed(parser, argv)
     if args.sfnsa is None and args.no_dense and not args.selection:

@@ -45,8 +45,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
+from bench.cases import truths
 from bench.clock import CudaClock, busy_clock
-from bench.main import bench_parser, card_tools, names, parsed, time_cases
+from bench.main import bench_parser, card_tools, parsed, time_cases
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
 from bench.records import BenchRow, emit, integers, positive, say, shrunk, write_csv
@@ -323,8 +324,7 @@ def case_of(cell: Cell, rows: Rows, flags: Any, columns: dict[str, Any]) -> Case
     run = on_streams(call, N, cell.streams)
     return Case(
         "sel", cell.name, Contender("triton", run, path, (kernel,)),
-        refill=rows.refill, inputs=rows.inputs, oracle=rows.exact,
-        same_dtype=lambda: rows.exact(rows.q.dtype),
+        refill=rows.refill, inputs=rows.inputs, **truths(rows.exact, rows.q.dtype),
         baselines=baselines(rows, flags), view=lambda out: out.view(N, H, Dv),
         renew=rows.renew, distinct=rows.L > 1, requested="triton",
         bytes_needed=rows.bytes_needed, flops=2 * N * H * rows.L * (D + Dv),
@@ -394,7 +394,8 @@ def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> list[dict[s
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = bench_parser(__doc__, device_s=0.25)
+    lists = {"dist": (DISTRIBUTIONS, list(DISTRIBUTIONS), ": one or more")}
+    parser = bench_parser(__doc__, lists=lists, device_s=0.25)
     for name, default, what in (
         ("N", [256], "rows (query, group), default 256"), ("H", None, "heads per row, default 8"),
         ("D", [64], "query and key head size, default 64"), ("Dv", None, "value size, default D"),
@@ -402,8 +403,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         ("n_sel", [8, 16], "blocks per row with --decode 1"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=integers, default=default, help=f"{what}; a,b,c")
-    parser.add_argument("--dist", type=names(*DISTRIBUTIONS), default=list(DISTRIBUTIONS),
-                        help="few, many, mixed: one or more")  # fmt: skip
     parser.add_argument("--iters", type=positive, default=30, help="least samples of each side")
     parser.add_argument("--warmup", type=int, default=10, help="least warm-up calls")
     only = parser.add_mutually_exclusive_group()

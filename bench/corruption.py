@@ -40,14 +40,6 @@ def write(words: Words, blocks: Sequence[Tensor]) -> None:
         block[:] = words(i * len(block), block)
 
 
-def count_wrong(words: Words, blocks: Sequence[Tensor]) -> int:
-    """How many words are not those of the pattern."""
-    wrong = torch.zeros((), dtype=torch.int64, device=blocks[0].device)
-    for i, block in enumerate(blocks):
-        wrong += (block != words(i * len(block), block)).sum()
-    return int(wrong)
-
-
 def check_memory(
     device: str, size: int, limit_s: float, block_words: int = BLOCK_WORDS
 ) -> dict[str, int]:
@@ -58,18 +50,20 @@ def check_memory(
     """
     count = max(1, size // (8 * block_words))
     blocks = [torch.empty(block_words, dtype=torch.int64, device=device) for _ in range(count)]
-    done = wrong = 0
+    done, wrong = 0, torch.zeros((), dtype=torch.int64, device=device)
     begin = time.perf_counter()
     for _, words in patterns():
         write(words, blocks)
-        wrong += count_wrong(words, blocks)
+        for i, block in enumerate(blocks):
+            wrong += (block != words(i * len(block), block)).sum()
         done += 1
+        int(wrong)  # waits for the device
         if time.perf_counter() - begin > limit_s:
             break
     return {
         "memory_test_mib": 8 * count * block_words // 2**20,
         "memory_test_patterns": done,
-        "memory_wrong_words": wrong,
+        "memory_wrong_words": int(wrong),
     }
 
 

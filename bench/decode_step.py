@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,8 +182,6 @@ class Step:
             use_cluster=self.flags.use_cluster, fp8=self.fp8, **c.sizes(),
         )  # fmt: skip
 
-    # ---- inputs ------------------------------------------------------------------------------
-
     def inputs(self) -> list[Tensor]:
         c = self.cache
         return [self.q, self.gates, self.blocks, *(getattr(c, name) for name in BUFFERS)]
@@ -308,8 +307,6 @@ class Step:
         finally:
             put(S)
 
-    # ---- calls -------------------------------------------------------------------------------
-
     def _attend(self, backend: str | None) -> tuple[Tensor, Tensor]:
         return attention.nsa_decode(
             self.q, self.cache, None, self.gates, backend=backend, flags=self.flags
@@ -335,17 +332,13 @@ class Step:
                 v_descale=cache.v_descale,
             ))  # fmt: skip
         at = self.S - self.T
-        calls = {
+        q, calls = self.q, {
             "cmp": lambda: attention.compressed_attention(
-                self.q, *cache.compressed(), l=c.l, d=c.d, q_start=at, flags=flags
-            )[0],
+                q, *cache.compressed(), l=c.l, d=c.d, q_start=at, flags=flags)[0],
             "sel": lambda: attention.selection_attention(
-                self.q, *cache.selectable(), self.blocks, block_size=c.l_sel, q_start=at,
-                flags=flags,
-            ),
+                q, *cache.selectable(), self.blocks, block_size=c.l_sel, q_start=at, flags=flags),
             "win": lambda: attention.sliding_attention(
-                self.q, *cache.window(self.T), window=c.w, flags=flags
-            ),
+                q, *cache.window(self.T), window=c.w, flags=flags),
         }  # fmt: skip
         return torch.no_grad()(calls[branch])
 
@@ -356,8 +349,6 @@ class Step:
         with dispatch.trace() as taken:
             self.alone(branch)()
         return taken[-1].route.value
-
-    # ---- truth -------------------------------------------------------------------------------
 
     def check_choice(self, chosen: Tensor) -> None:
         """Raise ValueError unless the chosen blocks are the best by the paper's scores in fp64.
@@ -372,8 +363,8 @@ class Step:
         if self.exact:
             scores = oracle.group_block_scores(self.q, k_cmp, **sizes)
         else:
-            scores = _by_sequence(lambda q, k: select.group_block_scores(
-                q, k, n_blocks=(self.S - 1) // c.l_sel + 1, **sizes), self.q, k_cmp)  # fmt: skip
+            sizes["n_blocks"] = (self.S - 1) // c.l_sel + 1
+            scores = _by_sequence(partial(select.group_block_scores, **sizes), self.q, k_cmp)
         for i in range(self.T):
             t = first + i
             own = t // c.l_sel
@@ -400,31 +391,31 @@ class Step:
         """A branch's output [B, T, HQ, Dv] in fp64 from the paper's equations."""
         c, t, q = self.config, self.S - self.T, self.q
         lib = self.exact or reference
+        true = lambda attend, *given: (
+            attend(q, *given) if self.exact else _by_sequence(attend, q, *given)
+        )
         if branch == "cmp":
-            return self._true(lambda q, k, v: lib.compressed_attention(
-                q, k, v, l=c.l, d=c.d, q_start=t)[0], q, *self.cache.compressed())  # fmt: skip
+            sizes = dict(l=c.l, d=c.d, q_start=t)
+            attend = lambda q, k, v: lib.compressed_attention(q, k, v, **sizes)[0]
+            return true(attend, *self.cache.compressed())
         if branch == "win":
             k, v = self.cache.window(self.T)
-            return self._true(lambda q, k, v: lib.sliding_attention(
-                q, k, v, window=c.w, q_start=k.shape[1] - self.T), q, k, v)  # fmt: skip
+            how = dict(window=c.w, q_start=k.shape[1] - self.T)
+            return true(partial(lib.sliding_attention, **how), k, v)
         ranges = oracle.blocks_to_ranges(chosen.cpu(), c.l_sel, t)
         if not self.exact:
             ranges = ranges.to(q.device)
-        return self._true(lib.selection_attention, q, *self.cache.selectable(), ranges)
-
-    def _true(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        return attend(*tensors) if self.exact else _by_sequence(attend, *tensors)
+        return true(lib.selection_attention, *self.cache.selectable(), ranges)
 
     def total_truth(self, chosen: Tensor) -> Tensor:
         self.check_choice(chosen)
         return oracle.gated_sum(self.gates, *(self.truth(b, chosen) for b in BRANCHES))
 
-    def plain(self, branch: str, chosen: Tensor) -> Tensor:
-        """The same branch as PyTorch computes it in the inputs' dtype."""
-        return torch.cat([self._plain(branch, chosen, i) for i in range(self.T)], 1)
-
-    def _plain(self, branch: str, chosen: Tensor, i: int) -> Tensor:
-        """plain() for new token i alone: [B, 1, HQ, Dv]."""
+    def plain(self, branch: str, chosen: Tensor, i: int | None = None) -> Tensor:
+        """The same branch as PyTorch computes it in the inputs' dtype; of new token i alone
+        [B, 1, HQ, Dv], or of all."""
+        if i is None:
+            return torch.cat([self.plain(branch, chosen, i) for i in range(self.T)], 1)
         c, q, n = self.config, self.q[:, i : i + 1], self.S - self.T + 1 + i
         if branch == "cmp":
             seen = blocks.num_compressed(n, c.l, c.d)
@@ -434,19 +425,13 @@ class Step:
             end = k.shape[1] - (self.S - n)
             return attend(q, *(x[:, max(end - c.w, 0) : end] for x in (k, v)))
         k, v = self.cache.selectable()
-        h = self.config.heads_per_group
-        size = self.config.l_sel
-        parts = []
-        for b in range(k.shape[0]):
-            for g in range(k.shape[2]):
-                at = [
-                    t for j in chosen[b, i, g].tolist() if j >= 0
-                    for t in range(j * size, min((j + 1) * size, n))
-                ]  # fmt: skip
-                heads = q[b : b + 1, :, g * h : (g + 1) * h]
-                keys, values = (x[b : b + 1, at, g : g + 1] for x in (k, v))
-                parts.append(attend(heads, keys, values))
-        return torch.cat(parts, 2).view(k.shape[0], 1, self.config.heads, -1)
+        h, size, parts = c.heads_per_group, c.l_sel, []
+        for b, g in itertools.product(range(k.shape[0]), range(k.shape[2])):
+            picked = [j for j in chosen[b, i, g].tolist() if j >= 0]
+            at = [t for j in picked for t in range(j * size, min((j + 1) * size, n))]
+            keys, values = (x[b : b + 1, at, g : g + 1] for x in (k, v))
+            parts.append(attend(q[b : b + 1, :, g * h : (g + 1) * h], keys, values))
+        return torch.cat(parts, 2).view(k.shape[0], 1, c.heads, -1)
 
     def total_plain(self, chosen: Tensor) -> Tensor:
         parts = [self.plain(b, chosen) for b in BRANCHES]
@@ -457,11 +442,9 @@ class Step:
         known = *self._filled, self.S
         if self._dense is None or self._dense[0] != known:
             tensors, t = (self.q, *self.cache.selectable()), self.S - 1
-            if self.exact:
-                out = oracle.causal_attention(*tensors, q_start=t)
-            else:
-                out = _by_sequence(lambda q, k, v: reference.sliding_attention(
-                    q, k, v, window=self.S, q_start=t), *tensors)  # fmt: skip
+            whole = partial(reference.sliding_attention, window=self.S, q_start=t)
+            out = (oracle.causal_attention(*tensors, q_start=t) if self.exact
+                   else _by_sequence(whole, *tensors))  # fmt: skip
             self._dense = known, out
         return self._dense[1]
 
@@ -490,32 +473,24 @@ def dense_contenders(step: Step) -> list[Contender]:
     k, v = (x.transpose(1, 2) for x in step.dense)
     G, d_v = k.shape[1], v.shape[-1]
 
-    def rows(v: Tensor = v) -> Tensor:
-        out = F.scaled_dot_product_attention(q.view(B, G, HQ // G, -1), k, v)
-        return out[..., :d_v].reshape(B, 1, HQ, -1)
-
-    def gqa(v: Tensor = v) -> Tensor:
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=True)
-        return out[..., :d_v].transpose(1, 2)
-
-    def on(backend: SDPBackend, form: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            with torch.no_grad(), sdpa_kernel(backend):
-                return form()
-
-        return call
+    @torch.no_grad()
+    def call(backend: SDPBackend, layout: str, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            if layout.startswith("rows"):
+                out = F.scaled_dot_product_attention(q.view(B, G, HQ // G, -1), k, v)
+                return out[..., :d_v].reshape(B, 1, HQ, -1)
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=True)
+            return out[..., :d_v].transpose(1, 2)
 
     keys, width = B * k.shape[2] * G, k.shape[-1] + d_v
-
     names = ("flash", "cudnn") if q.is_cuda else ("flash", "math")
     if q.is_cuda and step.exact:  # the others copy K and V to every head, or to fp32
         names = tuple(BACKENDS)
-    forms = [("rows", rows), ("gqa", gqa)]
+    layouts = {"rows": v, "gqa": v}
     if step.v_padded is not None:
-        wide = step.v_padded.transpose(1, 2)
-        forms += [("rows padded", lambda: rows(wide)), ("gqa padded", lambda: gqa(wide))]
-    found = usable({f"dense sdpa {name} {layout}": on(BACKENDS[name], form)
-                    for name in names for layout, form in forms})  # fmt: skip
+        layouts |= dict.fromkeys(("rows padded", "gqa padded"), step.v_padded.transpose(1, 2))
+    found = usable({f"dense sdpa {name} {layout}": partial(call, BACKENDS[name], layout, values)
+                    for name in names for layout, values in layouts.items()})  # fmt: skip
     if why := found.why_none():
         note(f"decode bench: no dense attention to compare with at S={step.S}: {why}", "warn")
     return [

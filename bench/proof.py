@@ -48,12 +48,10 @@ class NotProven(Exception):
 def poison(like: Any, copies: int = 3) -> None:
     """Leave NaN in freed memory of this tensor's size, or of each one's of several, so that an
     output nobody wrote shows."""
-    if isinstance(like, (tuple, list)):
-        for one in like:
-            poison(one, copies)
-    elif isinstance(like, Tensor) and like.is_floating_point():
-        spoiled = [torch.full_like(like, float("nan")) for _ in range(copies)]
-        del spoiled
+    for x in like if isinstance(like, (tuple, list)) else [like]:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            spoiled = [torch.full_like(x, float("nan")) for _ in range(copies)]
+            del spoiled
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> list[int]:
@@ -79,9 +77,7 @@ class Marks:
         part = part[:: part.numel() // MARKED | 1].double()  # a stride that is no size's multiple
         if self._weights is None:
             gen = torch.Generator(part.device).manual_seed(0)
-            self._weights = torch.randn(
-                part.numel(), dtype=torch.float64, device=part.device, generator=gen
-            )
+            self._weights = torch.empty_like(part).normal_(generator=gen)
         self._left.append(part @ self._weights)
 
     def check(self, whose: str) -> None:
@@ -92,10 +88,8 @@ class Marks:
             if not math.isfinite(mark):
                 raise NotProven(f"{whose}: a timed call left no finite result")
             if mark in self.seen:
-                raise NotProven(
-                    f"{whose}: a timed call returned what an earlier one had returned on other "
-                    "inputs"
-                )
+                what = "returned what an earlier one had returned on other inputs"
+                raise NotProven(f"{whose}: a timed call {what}")
             self.seen[mark] = None
 
 
@@ -159,9 +153,7 @@ class Turns:
         self.case, self.contender, self.draw = case, contender, draw
         self.out: Any = None
         self.made = 0
-        self.per_call: Counter[str] = Counter()
-        self.counted: Counter[str] = Counter()
-        self.by_itself: Counter[str] = Counter()
+        self.per_call, self.counted, self.by_itself = (Counter[str]() for _ in range(3))
         self.call = self._call(self._seed, self._mark)
         self.marks = Marks()
 

@@ -50,10 +50,8 @@ def bootstrap_ci(ratios: Sequence[float], resamples: int = 2000) -> tuple[float,
 
 def half_width(samples: Sequence[float]) -> float:
     """Half of the median's 95 % interval, relative to the median; infinite without one."""
-    interval = median_ci(samples)
-    if interval is None:
-        return math.inf
-    return (interval[1] - interval[0]) / 2 / statistics.median(samples)
+    low, high = median_ci(samples) or (-math.inf, math.inf)
+    return (high - low) / 2 / statistics.median(samples)
 
 
 def too_few(n: int) -> list[str]:

@@ -89,13 +89,12 @@ def strongest(clock: Clock, contenders: Sequence[Turns], cold: bool) -> Turns:
     """The fastest of several baselines, by ten calls of each, of long ones three."""
     if len(contenders) == 1:
         return contenders[0]
-    centre = {}
-    first = [clock.run([turns.call], cold=cold)[0] for turns in contenders]
-    for turns, us in zip(contenders, first, strict=True):
-        centre[turns.contender.name] = statistics.median(
-            clock.run([turns.call] * (2 + _often(us)), cold=cold)[2:]
-        )
-    return min(contenders, key=lambda turns: centre[turns.contender.name])
+    often = [2 + _often(clock.run([turns.call], cold=cold)[0]) for turns in contenders]
+    centre = [
+        statistics.median(clock.run([turns.call] * n, cold=cold)[2:])
+        for turns, n in zip(contenders, often, strict=True)
+    ]
+    return contenders[centre.index(min(centre))]
 
 
 @dataclass
@@ -200,29 +199,23 @@ def sample(
         per_batch = 1 if samples.stop else max(1, min(most, int(20_000 / max(mean, 1))))
 
 
-def _impossible(case: Case, median_us: float, cold: bool, nominal: Ceilings) -> str | None:
-    """Why this time cannot be true, by what the hardware can move and compute."""
-    checks = (
-        (case.bytes_needed if cold else None, nominal.gbs, 1e3, "GB/s"),
-        (case.flops, nominal.tflops, 1e6, "TFLOP/s"),
-    )
-    for amount, peak, scale, unit in checks:
-        if amount and peak and amount / median_us / scale > TOO_FAST * peak:
-            rate = amount / median_us / scale
-            return f"faster than the hardware: {rate:.0f} {unit} where the peak is {peak:.0f}"
-    return None
-
-
 def _ideal_us(work: Case | Contender, ceiling: Ceilings) -> dict[str, float]:
     """Microseconds of the work at each ceiling that is known."""
-    return {
-        bound: amount / peak / scale
-        for bound, amount, peak, scale in (
-            ("memory", work.bytes_needed, ceiling.gbs, 1e3),
-            ("compute", work.flops, ceiling.tflops, 1e6),
-        )
-        if amount and peak
-    }
+    amounts = {"memory": (work.bytes_needed, ceiling.gbs, 1e3),
+               "compute": (work.flops, ceiling.tflops, 1e6)}  # fmt: skip
+    return {n: amount / peak / scale for n, (amount, peak, scale) in amounts.items()
+            if amount and peak}  # fmt: skip
+
+
+def _impossible(case: Case, median_us: float, cold: bool, nominal: Ceilings) -> str | None:
+    """Why this time cannot be true, by what the hardware can move and compute."""
+    peaks = {"memory": (nominal.gbs, "GB/s"), "compute": (nominal.tflops, "TFLOP/s")}
+    for bound, us in _ideal_us(case, nominal).items():
+        if us > TOO_FAST * median_us and (cold or bound == "compute"):
+            peak, unit = peaks[bound]
+            rate = us / median_us * peak
+            return f"faster than the hardware: {rate:.0f} {unit} where the peak is {peak:.0f}"
+    return None
 
 
 def _throughput(
@@ -261,9 +254,8 @@ def save_samples(row: BenchRow, samples: Samples) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}" if str(
-        error
-    ).strip() else type(error).__name__  # fmt: skip
+    first = [line[:300] for line in str(error).strip().splitlines()[:1]]
+    return ": ".join([type(error).__name__, *first])
 
 
 def measure(

@@ -22,20 +22,16 @@ def main(argv: list[str] | None = None) -> int:
     found = fa2.probe()
     for name in ("source", "version", "why_not", "package_reason", "wheel"):
         emit("metric", {"name": f"fa2_{name}", "value": getattr(found, name), "unit": None})
-    if found.source is not None:
-        print(f"FA-2: {found.source} {found.version}")
-    else:
-        print(f"FA-2: none ({found.why_not})")
+    which = f"none ({found.why_not})" if found.source is None else f"{found.source} {found.version}"
+    print(f"FA-2: {which}")
     print(f"flash_attn package: {found.package_reason or 'works'}")
     print(f"flash_attn wheel: {found.wheel}")
     if found.source is None:
         note(f"no FlashAttention-2 here: {found.why_not}; {found.wheel}")
         return 3
     if found.package_reason is not None:
-        note(
-            f"torch's own FlashAttention-2 is used; the flash_attn package is not: "
-            f"{found.package_reason}; {found.wheel}"
-        )
+        note("torch's own FlashAttention-2 is used; the flash_attn package is not: "
+             f"{found.package_reason}; {found.wheel}")  # fmt: skip
     return 0
 
 

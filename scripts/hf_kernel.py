@@ -71,14 +71,9 @@ def write(out: Path) -> str:
             path.write_bytes(data)
         digests = {name: digest(data) for name, data in files.items()}
         metadata = {
-            "name": "nsa",
-            "id": module,
-            "version": 0,
-            "license": "MIT",
-            "python-depends": [],
-            "backend": {"type": backend},
-            "digest": {"algorithm": "sha256", "files": digests},
-        }
+            "name": "nsa", "id": module, "version": 0, "license": "MIT", "python-depends": [],
+            "backend": {"type": backend}, "digest": {"algorithm": "sha256", "files": digests},
+        }  # fmt: skip
         (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
     shutil.copy(ROOT / "LICENSE", out / "LICENSE")
     return module

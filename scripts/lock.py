@@ -16,7 +16,6 @@ PTX has changed, so that a commit which changes kernels says so. `make test-all`
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
 import json
@@ -24,7 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -40,19 +39,6 @@ from scripts.aot import AotCase
 LOCKS = Path(__file__).resolve().parent.parent / "nsa" / "tests" / "locks"
 LOCK = LOCKS / "kernels.json"
 CALLS_OF = (80, 90, 120)  # one each of three ways to fit kernels
-
-
-@contextlib.contextmanager
-def fresh_cache() -> Iterator[None]:
-    """Compile into an empty cache, since a stale entry would hide a compiler error, and without
-    searches for garbage, which the compiler's many objects would set off one after the other."""
-    gc.disable()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
-                yield
-        finally:
-            gc.enable()
 
 
 def api() -> list[str]:
@@ -108,14 +94,9 @@ def read() -> dict:
     return found
 
 
-def label(case: AotCase, arch: int) -> str:
-    """Return the name of a configuration in the lock."""
-    return f"sm_{arch} {case.name}"
-
-
 def known_entry(kernels: dict[str, list], case: AotCase, arch: int) -> list | None:
     """Return the entry of a configuration, if that has not changed since it was written."""
-    entry = kernels.get(label(case, arch))
+    entry = kernels.get(f"sm_{arch} {case.name}")
     return entry if entry and entry[0] == aot.content(case, arch) else None
 
 
@@ -126,7 +107,7 @@ def compile_cases(
     what is wrong with cases that have none."""
     found, bad = {}, []
     for case in cases:
-        name, entry = label(case, arch), known_entry(kernels, case, arch)
+        name, entry = f"sm_{arch} {case.name}", known_entry(kernels, case, arch)
         if entry is None:
             try:
                 used, ptx = aot.compile_case(case, arch)
@@ -161,11 +142,18 @@ def compiled(arch: int) -> tuple[dict[str, list], list[str]]:
 
     kernels = {} if os.environ.get("TEST_ALL") else read()["kernels"]
     launched.pretend(arch, {})
-    with fresh_cache():
+    # Into an empty cache, since a stale entry would hide a compiler error, and without searches for
+    # garbage, which the compiler's many objects would set off one after the other.
+    gc.disable()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
+    ):
         cases = launched.configurations(arch)
         found, bad = compile_cases(cases, arch, kernels)
         new = {c.name for c in cases if known_entry(kernels, c, arch) is None}
         ones = lower_with_ones(cases, new) if arch == 90 else {}
+    gc.enable()
     bad += [f"sm_90 {name} with {why}" for name, why in ones.items()]
     return found, bad
 

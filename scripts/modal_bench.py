@@ -96,8 +96,7 @@ def build_app(modal: Any, gpu: str, timeout_s: int) -> tuple[Any, Any]:
     return app, remote
 
 
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+_cell = lambda value: str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def _fa2_lengths(recommend: dict[str, Any]) -> str:
@@ -174,14 +173,6 @@ Lower bounds of the speedup over packing plus SDPA, the smallest per selected le
     return text + "\n"
 
 
-def load_bundle(folder: Path) -> dict[str, Any]:
-    path = folder / "bundle.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as e:
-        raise SystemExit(f"no readable bundle.json in {folder}: {e}") from e
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = doc_parser(__doc__)
     parser.add_argument("--gpu", default="H100", help="Modal GPU name (default H100)")
@@ -212,7 +203,10 @@ def main(argv: list[str] | None = None) -> int:
         with tarfile.open(fileobj=io.BytesIO(result["archive"])) as tar:
             tar.extractall(args.out, filter="data")
         folder = args.out / result["name"]
-    bundle = load_bundle(folder)
+    try:
+        bundle = json.loads((folder / "bundle.json").read_text())
+    except (OSError, ValueError) as e:
+        raise SystemExit(f"no readable bundle.json in {folder}: {e}") from e
     (args.out / "pr_body.md").write_text(pr_body(bundle))
     print(args.out / "pr_body.md")
     if args.config and bundle.get("recommend") and propose(folder, bundle, args.config):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,12 +63,9 @@ class Case:
 
 
 def make_case(
-    tokens: int,
-    queries: int,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    tokens: int, queries: int, device: str = "cpu", dtype: torch.dtype = torch.float32,
     seed: int = 0,
-) -> Case:
+) -> Case:  # fmt: skip
     """Hide queries * GROUPS needles; the last `queries` rows of q look for them."""
     g = torch.Generator().manual_seed(seed)
     blocks = tokens // L_SEL
@@ -76,12 +74,8 @@ def make_case(
     if free < queries:
         raise ValueError(f"tokens must leave a free block per query, got {tokens} for {queries}")
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g)
-
-    def unit(x: Tensor) -> Tensor:
-        return x / x.norm(dim=-1, keepdim=True)
-
+    normal = lambda *shape: torch.randn(*shape, generator=g)
+    unit = lambda x: x / x.norm(dim=-1, keepdim=True)
     q = normal(1, tokens, GROUPS * HEADS_PER_GROUP, DIM)
     k, v = normal(1, tokens, GROUPS, DIM), normal(1, tokens, GROUPS, DIM)
     target = unit(normal(queries, GROUPS, DIM))
@@ -118,19 +112,13 @@ class Result:
     limit: float
 
     def checks(self) -> list[tuple[str, bool, str]]:
+        found = self.found_share == 1.0 and self.max_abs_error <= self.limit
+        seen = f"{self.found_share:.1%} of the blocks, output off by {self.max_abs_error:.2g}"
+        without = f"{self.found_share_without:.1%} without the key, chance {self.chance:.1%}"
         return [
             ("control", self.control_min_weight >= 0.9, f"weight {self.control_min_weight:.4f}"),
-            (
-                "found",
-                self.found_share == 1.0 and self.max_abs_error <= self.limit,
-                f"{self.found_share:.1%} of the blocks, output off by {self.max_abs_error:.2g} "
-                f"(limit {self.limit:.2g})",
-            ),
-            (
-                "not_chance",
-                self.found_share_without <= 0.5,
-                f"{self.found_share_without:.1%} without the key, chance {self.chance:.1%}",
-            ),
+            ("found", found, f"{seen} (limit {self.limit:.2g})"),
+            ("not_chance", self.found_share_without <= 0.5, without),
         ]
 
 
@@ -163,9 +151,7 @@ def search(
         backend=backend,
     )  # fmt: skip
 
-    def chosen(k: Tensor) -> Tensor:
-        return select(q, mean_pool(k, L, D), **blocks)
-
+    chosen = lambda k: select(q, mean_pool(k, L, D), **blocks)
     indices = chosen(case.k)
     out = selection_attention(
         q, case.k, case.v, indices, block_size=L_SEL, q_start=first, backend=backend
@@ -195,7 +181,7 @@ def by_depth(
     text, in how many cases the block was selected."""
     rows = []
     for tokens in lengths:
-        found, n = [0] * DEPTHS, [0] * DEPTHS
+        found, n = Counter[int](), Counter[int]()
         for seed in range(seeds):
             case = make_case(tokens, queries, device, dtype, seed)
             indices = select(
@@ -203,9 +189,8 @@ def by_depth(
                 n_init=N_INIT, n_local=N_LOCAL, q_start=tokens - queries, backend=backend,
             )  # fmt: skip
             depths = case.needles * DEPTHS // tokens
-            for depth in range(DEPTHS):
-                n[depth] += int((depths == depth).sum())
-                found[depth] += int(case.hits(indices)[depths == depth].sum())
+            n.update(depths.flatten().tolist())
+            found.update(depths[case.hits(indices)].tolist())
         rows += [
             {"tokens": tokens, "depth": i / DEPTHS, "found": found[i], "n": n[i]}
             for i in range(DEPTHS)
