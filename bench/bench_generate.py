@@ -110,13 +110,9 @@ def by_transformers(model: Any, ids: Tensor, new: int) -> Run:
     return Run(made.sequences, made.logits[-1], first - begin, steps, "eager")
 
 
-def last_of(model: NSALanguageModel, ids: Tensor) -> Tensor:
-    """Logits of the last token, from one forward of the whole text."""
-    return model(ids)[:, -1]
-
-
-def last_of_transformers(model: Any, ids: Tensor) -> Tensor:
-    return model(ids, logits_to_keep=1).logits[:, -1]
+# Logits of the last token, from one forward of the whole text.
+last_of = lambda model, ids: model(ids)[:, -1]
+last_of_transformers = lambda model, ids: model(ids, logits_to_keep=1).logits[:, -1]
 
 
 def llama(args: argparse.Namespace, attention: str) -> Any:
@@ -135,10 +131,6 @@ def llama(args: argparse.Namespace, attention: str) -> Any:
     if attention == "nsa":
         add_nsa_parameters(model)
     return model.to(*DEVICE).eval()
-
-
-def by_vllm(llms: list[Any], ids: Tensor, new: int) -> Run:
-    return Run(*engine_vllm.generated(llms, ids, new), "graph")
 
 
 def contenders(args: argparse.Namespace) -> Iterator[tuple[str, str, Runner, Whole]]:
@@ -175,7 +167,8 @@ def in_vllm(
         sizes = args.B_list, max(args.S_list), args.new
         with engine_vllm.engine(model, *sizes, cache, attention) as llms:
             name = engine_vllm.attention_of(llms).lower()
-            yield f"vllm, {name}", cache, partial(by_vllm, llms), whole
+            run = lambda ids, new: Run(*engine_vllm.generated(llms, ids, new), "graph")
+            yield f"vllm, {name}", cache, run, whole
     except ImportError as error:
         note(f"vLLM is not timed: {error}")
 
@@ -188,9 +181,8 @@ def off_by(told: Tensor, want: Tensor) -> float:
 
 
 def timed(
-    run: Callable[[Tensor, int], Run], whole: Callable[[Tensor], Tensor], ids: Tensor, new: int,
-    limit: float, ours: bool,
-) -> dict[str, Any]:  # fmt: skip
+    run: Runner, whole: Whole, ids: Tensor, new: int, limit: float, ours: bool
+) -> dict[str, Any]:
     """The columns of a row from prefill_s on."""
     run(ids, 3)  # compiles
     counted = []

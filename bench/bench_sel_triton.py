@@ -137,12 +137,9 @@ class Rows:
         n_keys = max(4096, 2 * nominal) if mode == "decode" else max(CACHE_LEN, 2 * L)
         self.cache = [torch.empty(caches, 1, n_keys, x, **like) for x in (D, Dv)]
         gen = torch.Generator().manual_seed(N * 1009 + L)
-        rows = []
-        for _ in range(N):
-            if mode == "decode":
-                rows.append(block_spans(nominal, n_sel, n_keys, gen))
-            else:
-                rows.append(spans_of(dist, L, n_keys, gen))
+        spans = partial(block_spans, nominal, n_sel) if mode == "decode" else partial(
+            spans_of, dist, L)  # fmt: skip
+        rows = [spans(n_keys, gen) for _ in range(N)]
         self.nspans = max(map(len, rows))
         padded = [[*r, *[(0, 0)] * (self.nspans - len(r))] for r in rows]
         ranges = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
@@ -150,7 +147,7 @@ class Rows:
         self.ranges = ranges.view(*shape, self.nspans, 2)
         at = torch.tensor([[i for a, b in r for i in range(a, b)] for r in rows], device=DEVICE)
         owner = torch.arange(N, device=DEVICE)[:, None] if mode == "decode" else 0
-        self.at = (owner, 0, at)
+        self.selected = (owner * n_keys + at).flatten()  # rows of all caches
 
     def refill(self, seed: int) -> None:
         gen = torch.Generator(DEVICE).manual_seed(seed)
@@ -167,15 +164,8 @@ class Rows:
         """Gather the selected keys of every row: what a packed baseline needs first."""
         for packed, cache in zip((self.k, self.v), self.cache, strict=True):
             width = cache.shape[-1]
-            torch.index_select(
-                cache.view(-1, width), 0, self.flat_index(), out=packed.view(-1, width)
-            )
-
-    def flat_index(self) -> Tensor:
-        if not hasattr(self, "_flat"):
-            owner, _, at = self.at
-            self._flat = (owner * self.cache[0].shape[2] + at).flatten()
-        return self._flat
+            flat, out = cache.view(-1, width), packed.view(-1, width)
+            torch.index_select(flat, 0, self.selected, out=out)
 
     def inputs(self) -> list[Tensor]:
         return [self.q, self.k, self.v, *self.cache]
@@ -193,7 +183,7 @@ class Rows:
         width = self.k.shape[-1] + self.v.shape[-1]
         keys = N * self.L
         if self.mode in ("ranges", "route"):
-            keys = int(torch.unique(self.flat_index()).numel())
+            keys = int(torch.unique(self.selected).numel())
         return size * width * (keys + N * H)
 
 
@@ -206,24 +196,18 @@ def candidate(rows: Rows, flags: Any, tiles: Any = None) -> tuple[Run, str, str]
     from nsa.kernels.triton_sel_kernel import sel_fwd
 
     tail = "_group" if flags.sel_triton_group else ""
-    if rows.mode == "dense":
-        fn = getattr(sel_fwd, "sel_attn_fwd_dense" + tail)
+    if rows.mode in ("dense", "varlen"):
+        name = f"sel_attn_fwd_{rows.mode}{tail}"
+        fn = partial(getattr(sel_fwd, name), flags=flags, tiles=tiles)
 
         def call(part: slice) -> Tensor:
-            return fn(rows.q[part], rows.k[part], rows.v[part], flags=flags, tiles=tiles)
+            if rows.mode == "dense":
+                return fn(rows.q[part], rows.k[part], rows.v[part])
+            packed = rows.k.flatten(0, 1), rows.v.flatten(0, 1)
+            return fn(rows.q[part], *packed, rows.cu[part.start : part.stop + 1], max_len=rows.L)
 
-        return call, f"triton_dense{tail}", f"_sel_attn_fwd_dense{tail}_kernel"
-    if rows.mode == "varlen":
-        fn = getattr(sel_fwd, "sel_attn_fwd_varlen" + tail)
-
-        def call(part: slice) -> Tensor:
-            k, v = rows.k.flatten(0, 1), rows.v.flatten(0, 1)
-            cu = rows.cu[part.start : part.stop + 1]
-            return fn(rows.q[part], k, v, cu, max_len=rows.L, flags=flags, tiles=tiles)
-
-        return call, f"triton_varlen{tail}", f"_sel_attn_fwd_varlen{tail}_kernel"
-    kernel = "_sel_attn_fwd_ranges_kernel"
-    path = "triton_ranges"
+        return call, f"triton_{rows.mode}{tail}", f"_{name}_kernel"
+    path, kernel = "triton_ranges", "_sel_attn_fwd_ranges_kernel"
     if rows.nspans == 1:
         path, kernel = "triton_ranges_single", f"_sel_attn_fwd_dense{tail}_kernel"
     if rows.mode == "route":
@@ -307,10 +291,9 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        text = f"sel/{self.mode}/{self.dist}/N={self.N}/H={self.H}/D={self.D}/Dv={self.Dv}"
-        text += f"/L={self.L}/streams={self.streams}"
-        text += f"/n_sel={self.n_sel}" if self.n_sel else ""
-        return text + (f"/run={self.run}" if self.run else "")
+        sizes = ("N", "H", "D", "Dv", "L", "streams", "n_sel", "run")
+        given = [f"{name}={x}" for name in sizes if (x := getattr(self, name))]
+        return "/".join(["sel", self.mode, self.dist, *given])
 
     def rows(self, dtype: torch.dtype) -> Rows:
         sizes = (self.N, self.H, self.D, self.Dv, self.L)
@@ -406,8 +389,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--iters", type=positive, default=30, help="least samples of each side")
     parser.add_argument("--warmup", type=int, default=10, help="least warm-up calls")
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--decode", type=int, choices=(0, 1), default=0, help="mode decode alone")
-    only.add_argument("--route", type=int, choices=(0, 1), default=0, help="mode route alone")
+    for mode in ("decode", "route"):
+        only.add_argument(f"--{mode}", type=int, choices=(0, 1), default=0, help="that mode alone")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--repeat", type=positive, default=1, help="time the matrix that often")
     parser.add_argument("--sweep", type=int, default=0, metavar="TOP", help="time tile choices")
@@ -423,10 +406,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         bad = [x for x in getattr(args, name) or () if x % 8 or x > 256]
         if bad:
             parser.error(f"--{name} must be multiples of 8 up to 256, got {bad[0]}")
-    if max(args.streams) > min(MAX_STREAMS, *args.N):
-        most = min(MAX_STREAMS, *args.N)
-        parser.error(f"--streams must be at most {most} ({MAX_STREAMS}, and a row of --N for each),"
-                     f" got {max(args.streams)}")  # fmt: skip
+    if max(args.streams) > (most := min(MAX_STREAMS, *args.N)):
+        least = f"({MAX_STREAMS}, and a row of --N for each)"
+        parser.error(f"--streams must be at most {most} {least}, got {max(args.streams)}")
     if args.decode:
         if min(args.n_sel) < 3:  # the first block and the last two are always among them
             parser.error(f"--n_sel must be at least 3, got {min(args.n_sel)}")

@@ -39,27 +39,15 @@ def engine(
             save_for_vllm(model, folder, max_len=S + new)
         else:
             model.save_pretrained(folder)
-        made = [
-            vllm.LLM(
-                folder,
-                skip_tokenizer_init=True,
-                dtype="bfloat16",
-                kv_cache_dtype=cache,
-                attention_backend=attention,
-                block_size=64,
-                max_model_len=S + new,
-                max_num_batched_tokens=S,
-                max_num_seqs=max(batches),
-                gpu_memory_utilization=0.3,
-                enable_prefix_caching=False,  # each run computes its prompts
-                logprobs_mode="raw_logits",
-                compilation_config={
-                    "mode": 0,
-                    "cudagraph_mode": "FULL_DECODE_ONLY",
-                    "cudagraph_capture_sizes": batches,
-                },
-            )
-        ]
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY",
+                  "cudagraph_capture_sizes": batches}  # fmt: skip
+        made = [vllm.LLM(
+            folder, skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=cache,
+            attention_backend=attention, block_size=64, max_model_len=S + new,
+            max_num_batched_tokens=S, max_num_seqs=max(batches), gpu_memory_utilization=0.3,
+            enable_prefix_caching=False,  # each run computes its prompts
+            logprobs_mode="raw_logits", compilation_config=graphs,
+        )]  # fmt: skip
     try:
         yield made
     finally:

@@ -85,20 +85,12 @@ def h2d_gbs() -> float | None:
     return 2**28 / statistics.median(times[1:]) / 1e6
 
 
-def launch_us() -> float:
+def launch_us(clock: CudaClock) -> float:
     """Host time per launch of a kernel that does next to nothing, back to back."""
     x = torch.zeros(1, device="cuda")
-    for _ in range(50):
-        x.add_(1)
-    rounds = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(200):
-            x.add_(1)
-        torch.cuda.synchronize()
-        rounds.append((time.perf_counter() - begin) / 200 * 1e6)
-    return statistics.median(rounds)
+    launch = lambda: x.add_(1)
+    clock.wall(launch, 50)
+    return statistics.median(clock.wall(launch, 200) for _ in range(5))
 
 
 def aa_ratios(clock: CudaClock) -> list[float]:
@@ -208,7 +200,7 @@ def measure(gpu: Gpu, in_use: Mapping[str, int], deep: bool) -> dict[str, Any]:
         torch.cuda.empty_cache()
         burst, long = gemm_tflops(clock, free)
         torch.cuda.empty_cache()
-        upload, latency = h2d_gbs(), launch_us()
+        upload, latency = h2d_gbs(), launch_us(clock)
         ratios = aa_ratios(clock)
     seen = watch.summary()
     throttled = sorted(THROTTLED & set(seen["reasons"]))

@@ -42,10 +42,8 @@ def _together() -> None:
 
 def _random_state() -> Tensor:
     """Return the state of torch's generators here, the CPU's and then the GPU's, as uint8."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
-    return torch.cat(states)
+    gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return torch.cat([torch.get_rng_state(), *gpu])
 
 
 def _set_random_state(state: Tensor) -> None:

@@ -52,7 +52,7 @@ from nsa.module import NSAAttention
 from nsa.options import Parser
 from nsa.rotary import rotary
 from scripts.checkpoints import CheckpointError, Checkpoints
-from scripts.training import PRESETS, VOCAB, Preset, Run, finite, load_corpus, train, training_flags
+from scripts.training import PRESETS, VOCAB, Preset, Run, load_corpus, train, training_flags
 
 ATTENTIONS = ("nsa", "dense")
 CURVE = ("attention", "seq", "step", "loss", "val_loss", "lr", "tokens_per_s")
@@ -92,9 +92,9 @@ def prepare(
     Only the forward functions are replaced: names of parameters stay, and FSDP's hooks run outside
     of compiled code.
     """
+    faster = functools.partial(torch.compile, backend=backend)
     for block in model.blocks:
         if compiled:
-            faster = functools.partial(torch.compile, backend=backend)
             layer = block.attention
             if isinstance(layer, NSAAttention):
                 # The attention itself is not traced: its kernels are chosen when it runs.
@@ -186,13 +186,6 @@ def presets(
     return out
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Gather the whole model on rank 0, on the CPU; every rank must call."""
-    return get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-
-
 def summary(attention: str, preset: Preset, run: Run, world: int) -> dict[str, Any]:
     last = next((r["val_loss"] for r in reversed(run.rows) if r["val_loss"] is not None), None)
     return {
@@ -205,7 +198,7 @@ def summary(attention: str, preset: Preset, run: Run, world: int) -> dict[str, A
 
 
 def report(out: Path, curve: list[dict], rates: list[dict]) -> None:
-    write_csv(str(out / "train.csv"), [finite(r) for r in curve], CURVE)
+    write_csv(str(out / "train.csv"), curve, CURVE)
     write_csv(str(out / "rates.csv"), rates, RATES)
     try:
         from scripts.pictures import training
@@ -254,7 +247,9 @@ def main(argv: list[str] | None = None) -> int:
                 curve += [{"attention": attention, "seq": preset.seq, **r} for r in run.rows]
                 rates.append(summary(attention, preset, run, world))
                 if args.save and attention == "nsa":
-                    state = weights(run.model)
+                    # The whole model on rank 0, on the CPU; every rank must call.
+                    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+                    state = get_model_state_dict(run.model, options=whole)
                     if first:
                         save_checkpoint(args.save, run.model, state)
                 del run

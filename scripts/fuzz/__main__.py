@@ -21,7 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -154,8 +154,7 @@ class Enough(BaseException):
     """Ends a round: a fault was made smaller for long enough, or broke the device."""
 
 
-@dataclasses.dataclass
-class Fault:
+class Fault(NamedTuple):
     """The smallest case that went wrong in a round, and how."""
 
     case: Case
