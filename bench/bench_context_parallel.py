@@ -23,8 +23,6 @@ gloo, which proves the code, not its speed: give small sizes then.
 Exit code: 0 timed, 1 a result is wrong, 2 usage.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -45,8 +45,6 @@ the device, which bound its loops.
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

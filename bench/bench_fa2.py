@@ -11,8 +11,6 @@ NSA_FA2_MIN_LEN_* is compared with. Parity against fp64 comes before and after e
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run (the reason is printed).
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

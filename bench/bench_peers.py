@@ -20,8 +20,6 @@ installed. peer_commit is its commit, or the version that is installed.
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -26,8 +26,6 @@ longest S alone has the parts. All kernels are compiled side by side before the 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

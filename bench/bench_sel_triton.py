@@ -28,8 +28,6 @@ fixed seeds; parity is checked before and after timing.
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics

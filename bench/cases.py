@@ -1,7 +1,5 @@
 """What a bench times: a case, the candidate and the baselines that it calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -8,8 +8,6 @@ behind it, outside of its time too. One with `in_a_row` makes several calls by t
 would, and says how many: wall() is of these.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

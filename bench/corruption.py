@@ -5,8 +5,6 @@ repeats a matmul and holds a drawn sample of its rows against fp64 on the host. 
 CPU tensors. bench.records.card_faults says in words what their counts mean.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Columns that a line of bench_decode.py's CSV takes from the rows that it is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A graph is captured once. Before it is timed, replays must be right on other num
 memory, and at another length that only the device's counter tells them.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """One decode step as a bench times it: a cache of S tokens, its calls, what they must give."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator

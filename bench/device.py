@@ -1,7 +1,5 @@
 """What the card is, what it could do, and what it does while a case is timed (NVML)."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import threading
@@ -102,7 +100,7 @@ class Gpu:
             "reasons": [name for name, bit in _REASONS.items() if (bits or 0) & bit],
         }
 
-    def watch(self, every_s: float = 0.025) -> Watch:
+    def watch(self, every_s: float = 0.025) -> "Watch":
         return Watch(self, every_s)
 
 
@@ -114,7 +112,7 @@ class Watch:
     every_s: float = 0.025
     states: list[dict[str, Any]] = field(default_factory=list)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         if self.gpu is not None and self.gpu.nvml is not None:

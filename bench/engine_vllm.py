@@ -1,7 +1,5 @@
 """vLLM's engine as a contender of bench_generate.py, in this process, so that launches count."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -14,8 +14,6 @@ one to be seen); its row stands beside that of the card that is benched. Exit co
 measured, 1 the card corrupts data, 3 there is no CUDA device.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

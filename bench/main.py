@@ -4,8 +4,6 @@ CSV. A bench is a parser's own options, a table of columns, and a generator of i
 Exit codes: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

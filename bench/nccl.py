@@ -13,8 +13,6 @@ CPU processes it runs over gloo.
 Exit code: 0 timed, 1 a result is wrong, 2 usage error, 3 fewer than two ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

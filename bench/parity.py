@@ -4,8 +4,6 @@ A result is right when its mean error, its largest error and its worst row are, 
 oracle and beside the plain PyTorch computation in the same dtype, and the kernel asked for ran.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -4,8 +4,6 @@ They get the blocks that NSA chose, have no backward, and must be installed by t
 PYTHONPATH as a checkout. What they want besides NSA's tensors is made outside of the clock.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 from pathlib import Path

@@ -6,8 +6,6 @@ called one after another as its module for one GPU does. Its window needs a buil
 here that is FA-2, the package's or torch's, whichever nsa.kernels.fa2 finds.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator

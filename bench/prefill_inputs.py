@@ -1,7 +1,5 @@
 """One length of prefill as its bench times it: inputs, calls, what sampled queries must give."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Callable

@@ -6,8 +6,6 @@ different. The kernels launched must be those of one call times the calls. The o
 that are drawn at random, and that nothing announces, are held against the fp64 oracle.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -1,7 +1,5 @@
 """What a row was measured on: device, software, commit and day, the same columns in every CSV."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """How the scripts that run under torchrun start and end their ranks, and time what all do."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

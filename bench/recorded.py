@@ -4,8 +4,6 @@ A row counts where its device has the name of this one, its parity passed and it
 files the later day speaks. Standard library only.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 from collections.abc import Iterator, Mapping

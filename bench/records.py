@@ -3,8 +3,6 @@
 Standard library only. A row that would claim a number without its proof cannot be built.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv
@@ -284,7 +282,7 @@ class _Row:
             text += f"  {self.peak_frac:4.0%} of {self.bound}"
         return text + ("" if self.status == "VALID" else f"  {self.status}: {why}")
 
-    def emit(self) -> BenchRow:
+    def emit(self) -> "BenchRow":
         """Send the row to the runner; returns it."""
         emit("bench", self.record())
         return self

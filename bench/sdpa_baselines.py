@@ -1,8 +1,6 @@
 """Dense attention by each backend of torch's SDPA, as benches compare with: who takes a call, and
 why the others do not."""
 
-from __future__ import annotations
-
 import functools
 import re
 import warnings

@@ -7,8 +7,6 @@
 of what it compiled, in however many threads, so that it may overlap with the others.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

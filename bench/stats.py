@@ -1,7 +1,5 @@
 """Statistics of timed samples: medians with intervals, paired ratios, and the word for a change."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -20,8 +20,6 @@ few lengths.
 Standard library and PyYAML only.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

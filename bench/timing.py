@@ -7,8 +7,6 @@ A case knows how to refill its inputs in place, its candidate, its baseline and 
 checked before the clock starts; what is timed then is proven by bench/proof.py.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import secrets

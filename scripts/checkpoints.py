@@ -7,8 +7,6 @@ once it is whole, so a run that dies while saving leaves the one before. On seve
 must be shared between them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

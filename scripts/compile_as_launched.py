@@ -12,8 +12,6 @@ sm_90 the kernels in Gluon are among them, whatever the release of Triton.
 Exit code: 0 all compile and fit, 1 some do not, 2 usage.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib

@@ -6,8 +6,6 @@
 Prints the answer and sends it as "metric" rows. Exit code: 0 one can be used, 3 none can.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -6,8 +6,6 @@
 Each is held against fp64. Exit code: 0 all right, 1 one is wrong, 3 there is nothing to run on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import time

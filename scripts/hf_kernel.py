@@ -11,8 +11,6 @@ PyTorch's operators get names of their own. Files are of the checkout as it is.
 Exit code: 0 written, 2 usage (OUT/build is there already).
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -14,8 +14,6 @@ and options; Triton's release.
 PTX has changed, so that a commit which changes kernels says so. `make test-all` compiles all.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 import json

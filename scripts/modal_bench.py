@@ -13,8 +13,6 @@ runner's own (0 all required stages passed), 2 for a usage error or a file that 
 when no bundle came back.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

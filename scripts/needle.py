@@ -18,8 +18,6 @@ Three facts decide (exit code 0 all hold, 1 one fails, 2 usage error, or no such
 the needle's depth, in tenths of the text; every one must be.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -1,7 +1,5 @@
 """Pictures of training runs and of needle searches as SVG, in the style of the report's plots."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path

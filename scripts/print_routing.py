@@ -10,8 +10,6 @@ call follow, as its own launchers name them, with the reason against each faster
 token takes in the caches of a layer of these sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

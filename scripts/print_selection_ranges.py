@@ -8,8 +8,6 @@ checked on the way: sorted, disjoint, not empty, not after the query, holding th
 code 1 when one is not.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -20,8 +20,6 @@ for kernels that add up in no fixed order.
 Exit code: 0 done, 1 a loss is not finite, 2 usage error, 3 no such device.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math

@@ -16,8 +16,6 @@ checks hold, 1 the loss is not finite or did not fall or the probe found a leak,
 3 no such device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys
@@ -36,8 +34,7 @@ from bench.records import amount, doc_parser, emit, note, positive, told
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
-from scripts import training as loop
-from scripts.training import PRESETS, VOCAB, Preset, Run, autocast, load_corpus, train
+from scripts.training import PRESETS, VOCAB, Preset, Run, autocast, load_corpus, train, write_curve
 
 MIN_FALL_NATS = 0.1  # random bytes start at ln 256 = 5.5; twenty steps already fall by more than 1
 
@@ -264,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     with spent.on("training"):
         run = train(preset, train_text, val_text, device, args.seed, progress=progress)
     curve = args.csv or args.out / "train.csv"
-    for path in loop.write_curve(run.rows, run.grad_norms, curve, args.out / "train.jsonl"):
+    for path in write_curve(run.rows, run.grad_norms, curve, args.out / "train.jsonl"):
         emit("artifact", {"path": str(path)})
     if args.save:
         save_checkpoint(args.save, run.model)

@@ -1,7 +1,5 @@
 """Runs a case of the fuzzer and holds all that comes of it against what is right."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

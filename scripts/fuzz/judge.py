@@ -5,8 +5,6 @@ PyTorch's backends may take a mask comes from it. A number may be off by twice a
 attention in the same dtype, and by the rounding that the sums it is made of come with.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
