@@ -19,11 +19,9 @@ def engine(
     model: Any, batches: list[int], S: int, new: int, cache: str, attention: str | None = None
 ) -> Iterator[list[Any]]:
     """A list of one vllm.LLM, emptied at the end so that its memory is free whoever has the list.
-
     model: an NSALanguageModel or a model of Transformers, for texts of S + new tokens; prompts in
     one chunk each, decoding by CUDA graphs of batches of these sizes. attention: a backend of
-    vLLM's, None for its own choice. Raises ImportError without vLLM.
-    """
+    vLLM's, None for its own choice. Raises ImportError without vLLM."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -61,11 +59,9 @@ def attention_of(llms: list[Any]) -> str:
 
 
 def generated(llms: list[Any], ids: Tensor, new: int) -> tuple[Tensor, Tensor, float, float]:
-    """(texts [B, S + new], logits of the last tokens, seconds to the first token and of a step).
-
-    Of the logits, float32 [B, vocab], vLLM tells the TOP largest; the others are -inf. They and the
-    texts are of a third run, since handing logits out costs time.
-    """
+    """(texts [B, S + new], logits of the last tokens, seconds to the first token and of a step). Of
+    the logits, float32 [B, vocab], vLLM tells the TOP largest; the others are -inf. They and the
+    texts are of a third run, since handing logits out costs time."""
     from vllm import SamplingParams
 
     prompts: Any = [{"prompt_token_ids": x} for x in ids.tolist()]

@@ -35,9 +35,6 @@ from bench.timing import Budget, measure
 Line = tuple[BenchRow, dict[str, Any], str]  # a row, its line of the CSV, the same for people
 
 
-# ---- options -------------------------------------------------------------------------------------
-
-
 def names(*allowed: str) -> Callable[[str], list[str]]:
     """The type of an argument that lists some of these names, a,b,c: none twice."""
 
@@ -106,9 +103,6 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     return args
 
 
-# ---- the loop ------------------------------------------------------------------------------------
-
-
 def card_tools(budget: Budget, clock: Callable[[], CudaClock] | None = None) -> dict[str, Any]:
     """The arguments of measure() besides a case, for the current card. Without a card: {}, and a
     note that says so."""
@@ -128,11 +122,9 @@ def time_cases(
     aliases: Mapping[str, str] | None = None,
     line: Callable[[BenchRow, dict[str, Any]], str] = lambda row, flat: row.line(),
 ) -> int:
-    """Time a bench's cases with `tools` and write their rows; the exit code.
-
-    cases(about) makes them from the columns that say what a row is measured on; aliases: names that
-    the bench's CSV has for columns of BenchRow.csv(); line: a row for people.
-    """
+    """Time a bench's cases with `tools` and write their rows; the exit code. cases(about) makes
+    them from the columns that say what a row is measured on; aliases: names that the bench's CSV
+    has for columns of BenchRow.csv(); line: a row for people."""
     if not tools:
         return 3
     spent.begin()

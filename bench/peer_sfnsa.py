@@ -32,12 +32,10 @@ def load(folder: Path) -> ModuleType:
 
 
 class Sfnsa:
-    """Its whole NSA on the inputs of `x` (one sequence), and what its results must be.
-
-    Its gates are logits of numbers that bf16 rounds otherwise, and near ties it may choose other
-    blocks than NSA: the truth is computed with its own gates and blocks. choice() says how good
-    these blocks are.
-    """
+    """Its whole NSA on the inputs of `x` (one sequence), and what its results must be. Its gates
+    are logits of numbers that bf16 rounds otherwise, and near ties it may choose other blocks than
+    NSA: the truth is computed with its own gates and blocks. choice() says how good these blocks
+    are."""
 
     name = "sfnsa"
 
@@ -84,8 +82,6 @@ class Sfnsa:
         out_sel = self.ops.select_attn(q, k_sel, v_sel, self.topk, sm_scale=scale)
         out_win = self.window(x.q, x.k_win, x.v_win, window=self.shape.w)[0]
         return self.combine(out_cmp, out_sel, out_win, logits)[None]
-
-    # ---- truth -------------------------------------------------------------------------------
 
     def blocks(self) -> Tensor:
         """The blocks of its last call as NSA numbers them [1, S, G, n_sel], -1 for none."""

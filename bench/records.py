@@ -42,11 +42,9 @@ MIN_SPEEDUP = 1.2
 
 
 def carries(status: str, lows: Iterable[float | None], least: float) -> bool:
-    """Return whether a row with these lower bounds carries a threshold that asks for `least`.
-
-    A VALID row does where none is lower; an UNSTABLE one, whose samples drift or spread by a few
-    percent, where none is below twice that.
-    """
+    """Return whether a row with these lower bounds carries a threshold that asks for `least`. A
+    VALID row does where none is lower; an UNSTABLE one, whose samples drift or spread by a few
+    percent, where none is below twice that."""
     factor = {"VALID": 1.0, "UNSTABLE": 2.0}.get(status)
     return factor is not None and all(low is not None and low >= factor * least for low in lows)
 
@@ -124,14 +122,12 @@ _emitting = threading.Lock()
 
 
 def emit(kind: str, row: Mapping[str, Any]) -> None:
-    """Send one row to the runner: a JSON line on the descriptor NSA_RESULT_FD, else nothing.
-
-    NaN and infinities become null. Raises TypeError for values that JSON cannot hold. Several
-    processes and threads may share the descriptor: a pipe takes only PIPE_BUF bytes (4096) in one
-    piece, so locks keep longer rows whole: a POSIX lock, which ends with its process, however it
-    ends, excludes processes and no threads. Where the descriptor cannot be locked, rows up to
-    PIPE_BUF stay whole all the same.
-    """
+    """Send one row to the runner: a JSON line on the descriptor NSA_RESULT_FD, else nothing. NaN
+    and infinities become null. Raises TypeError for values that JSON cannot hold. Several processes
+    and threads may share the descriptor: a pipe takes only PIPE_BUF bytes (4096) in one piece, so
+    locks keep longer rows whole: a POSIX lock, which ends with its process, however it ends,
+    excludes processes and no threads. Where the descriptor cannot be locked, rows up to PIPE_BUF
+    stay whole all the same."""
     given = os.environ.get("NSA_RESULT_FD")
     if not given:
         return
@@ -220,10 +216,9 @@ def claimed(row: Mapping[str, Any]) -> list[str]:
 
 class _Row:
     """One timed case. VALID and UNSTABLE rows have numbers and their proof; the others have `why`.
-
     Times in microseconds; speedup is baseline over candidate, so more than 1 is faster. `columns`
-    holds what one bench adds (L, dist, S, ...). Raises ValueError for a row that claims too much.
-    """
+    holds what one bench adds (L, dist, S, ...). Raises ValueError for a row that claims too
+    much."""
 
     def __post_init__(self) -> None:
         if self.status not in BENCH_STATUSES:
@@ -248,11 +243,9 @@ class _Row:
         return {**_plain(row.pop("columns")), **_plain(row)}
 
     def csv(self) -> dict[str, Any]:
-        """The row as CSV wants it: times in ms, intervals in columns of their own, one `why`.
-
-        ms [ms_low, ms_high], base_ms, wall_ms, base_wall_ms; speedup [ci_low, ci_high],
-        wall_speedup [wall_low, wall_high]; parity, mae, max_abs.
-        """
+        """The row as CSV wants it: times in ms, intervals in columns of their own, one `why`. ms
+        [ms_low, ms_high], base_ms, wall_ms, base_wall_ms; speedup [ci_low, ci_high], wall_speedup
+        [wall_low, wall_high]; parity, mae, max_abs."""
         ms = lambda us: None if us is None else us / 1e3
         low, high = self.ci95_us or (None, None)
         slow, fast = self.speedup_ci95 or (None, None)
@@ -315,9 +308,6 @@ BenchRow: Any = dataclasses.make_dataclass(
 )  # fmt: skip
 
 
-# ---- CSV -----------------------------------------------------------------------------------------
-
-
 def csv_target(text: str) -> str:
     """A path that can be written, as far as can be told before the hours of timing."""
     path = Path(text)
@@ -350,11 +340,9 @@ def check_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def shrunk(name: str, values: Sequence[int], by: int, multiple: int = 1) -> list[int]:
-    """`values` of the argument `name` divided by `by`, as multiples of `multiple`, none twice.
-
-    A note tells the report, because a smaller size is another measurement; of several ranks the
-    first one speaks.
-    """
+    """`values` of the argument `name` divided by `by`, as multiples of `multiple`, none twice. A
+    note tells the report, because a smaller size is another measurement; of several ranks the first
+    one speaks."""
     if by == 1:
         return list(values)
     small = list(dict.fromkeys(max(v // by // multiple, 1) * multiple for v in values))

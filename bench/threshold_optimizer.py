@@ -252,11 +252,10 @@ def propose_config(
     text: str, device: str, settings: Mapping[str, Any], comment: str | None = None
 ) -> str:
     """YAML `text` with `runtime.devices.<device>` given these settings; every other line stays.
-
     comment stands behind the first setting written. A threshold takes a `use_triton_sel: false`
     away that earlier releases wrote. Raises ValueError when the file has no `runtime.devices` in
-    the layout that it ships with: there a device's name stands at four spaces, its settings at six.
-    """
+    the layout that it ships with: there a device's name stands at four spaces, its settings at
+    six."""
     try:
         expected = yaml.safe_load(text)
         devices = expected["runtime"]["devices"] or {}

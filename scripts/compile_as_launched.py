@@ -67,10 +67,8 @@ def compile_only(arch: int) -> SimpleNamespace:
 
 
 def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
-    """Let everything in this process take CPU tensors for ones of such a GPU from now on.
-
-    compiled gets (name, registers, bytes of stack) of every kernel that a launch compiles, by hash.
-    """
+    """Let everything in this process take CPU tensors for ones of such a GPU from now on. compiled
+    gets (name, registers, bytes of stack) of every kernel that a launch compiles, by hash."""
     from nsa.kernels.decode import step
     from nsa.kernels.prefill import head_padding, hopper
     from nsa.kernels.prefill.blocks import tile_blocks
