@@ -17,12 +17,7 @@ from torch import Tensor
 
 from bench.records import emit, path_agrees
 
-MAE_LIMIT = {
-    torch.float16: 1e-3,
-    torch.bfloat16: 1e-3,
-    torch.float32: 1e-4,
-    torch.float64: 1e-10,
-}
+MAE_LIMIT = {torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float32: 1e-4, torch.float64: 1e-10}
 
 
 @dataclass
