@@ -50,7 +50,6 @@ from bench.proof import Marks
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.ranks import (
     Timed,
-    add_timeout,
     leave_ranks,
     of_all,
     of_first,
@@ -138,13 +137,12 @@ class Sequence1:
         q, gates = leaf(self.q[:, self.rows]), leaf(self.gates[:, self.rows])
         kv = {n: leaf(x) for n, x in self.whole.items()}
         keys = {n: mean_pool(x, s.l, s.d) if n.endswith("cmp") else x for n, x in kv.items()}
-        outs = []
-        for i, row in enumerate(self.rows):
-            take = lambda name, a, b, i=i: (
-                gates[:, i : i + 1] if name == "gates" else keys[name][:, a:b]
-            )
-            chosen = self.blocks[:, row : row + 1]
-            outs.append(row_output("full", s, int(self.at[row]), q[:, i : i + 1], take, chosen))
+        take = lambda i, name, a, b: gates[:, i : i + 1] if name == "gates" else keys[name][:, a:b]
+        outs = [
+            row_output("full", s, int(self.at[row]), q[:, i : i + 1], partial(take, i),
+                       self.blocks[:, row : row + 1])
+            for i, row in enumerate(self.rows)
+        ]  # fmt: skip
         out = torch.cat(outs, 1)
         if not grads:
             return [out]
@@ -387,12 +385,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "d": 16, "l_sel": 64, "n_sel": 16, "w": 512, "iters": 10,
     }  # fmt: skip
     parser = bench_parser(
-        __doc__, lengths=[65536, 262144] if cuda else [512], sizes=sizes,
+        __doc__, lengths=[65536, 262144] if cuda else [512], sizes=sizes, timeout_s=300.0,
         lists={"directions": (("fwd", "bwd", "decode"), ["fwd", "bwd"], " (default fwd,bwd)")},
     )  # fmt: skip
     parser.add_argument("--alone", type=int, default=524288, metavar="S", help="time one GPU alone "
                         "up to this length")  # fmt: skip
-    add_timeout(parser, 300.0)
     args = parsed(parser, argv)
     unit = 2 * int(os.environ.get("WORLD_SIZE", "1")) * args.d
     for S in args.S_list:

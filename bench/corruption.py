@@ -56,11 +56,9 @@ def check_memory(
         int(wrong)  # waits for the device
         if time.perf_counter() - begin > limit_s:
             break
-    return {
-        "memory_test_mib": 8 * count * block_words // 2**20,
-        "memory_test_patterns": done,
-        "memory_wrong_words": int(wrong),
-    }
+    mib = 8 * count * block_words // 2**20
+    facts = {"memory_test_mib": mib, "memory_test_patterns": done}
+    return {**facts, "memory_wrong_words": int(wrong)}
 
 
 def check_products(
@@ -94,9 +92,6 @@ def check_products(
     error = (first[rows.to(device)].cpu().double() - exact).abs()
     right = error <= torch.finfo(dtype).eps / 2 * exact.abs()  # false for NaN
     name = {2: "bf16", 4: "fp32"}[a.itemsize]
-    return {
-        f"{name}_product_repeats": repeats,
-        f"{name}_product_seed": seed,
-        f"{name}_products_differing": differing,
-        f"{name}_product_values_wrong": int((~right).sum()),
-    }
+    facts = {"product_repeats": repeats, "product_seed": seed, "products_differing": differing}
+    facts["product_values_wrong"] = int((~right).sum())
+    return {f"{name}_{fact}": count for fact, count in facts.items()}

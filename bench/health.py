@@ -65,22 +65,14 @@ def gemm_tflops(clock: CudaClock, free: int) -> tuple[float, float]:
     return 2 * n**3 / burst / 1e6, 2 * n**3 / long / 1e6
 
 
-def h2d_gbs() -> float | None:
+def h2d_gbs(clock: CudaClock) -> float | None:
     """Pinned host to device, 256 MiB; None where memory cannot be pinned."""
     try:
         host = torch.empty(2**28, dtype=torch.int8, pin_memory=True)
     except RuntimeError:
         return None
     device = torch.empty(2**28, dtype=torch.int8, device="cuda")
-    times = []
-    for _ in range(6):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        device.copy_(host, non_blocking=True)
-        last.record()
-        torch.cuda.synchronize()
-        times.append(first.elapsed_time(last))
-    return 2**28 / statistics.median(times[1:]) / 1e6
+    return 2**28 / median_us(clock, lambda: device.copy_(host, non_blocking=True), 5) / 1e3
 
 
 def launch_us(clock: CudaClock) -> float:
@@ -93,14 +85,15 @@ def launch_us(clock: CudaClock) -> float:
 
 def aa_ratios(clock: CudaClock) -> list[float]:
     """Identical code against itself, as a bench would time it: a median ratio per trial."""
-    ratios = []
     budget = Budget(device_s=0.03, wall_s=0.4, min_n=30)
     small = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     large = torch.randn(64 * 2**20, device="cuda", dtype=torch.bfloat16)
-    for call in (lambda: small @ small, lambda: large * 2, lambda: torch.softmax(small, -1)):
-        for _ in range(6):
-            ratios.append(statistics.median(sample(clock, call, call, True, budget).ratios))
-    return ratios
+    calls = [lambda: small @ small, lambda: large * 2, lambda: torch.softmax(small, -1)]
+    return [
+        statistics.median(sample(clock, call, call, True, budget).ratios)
+        for call in calls
+        for _ in range(6)
+    ]
 
 
 def memory_in_use() -> dict[str, int]:
@@ -196,7 +189,7 @@ def measure(gpu: Gpu, in_use: Mapping[str, int], deep: bool) -> dict[str, Any]:
         torch.cuda.empty_cache()
         burst, long = gemm_tflops(clock, free)
         torch.cuda.empty_cache()
-        upload, latency = h2d_gbs(), launch_us(clock)
+        upload, latency = h2d_gbs(clock), launch_us(clock)
         ratios = aa_ratios(clock)
     seen = watch.summary()
     throttled = sorted(THROTTLED & set(seen["reasons"]))

@@ -56,11 +56,12 @@ def bench_parser(
     sizes: Mapping[str, int | tuple[int, str]] | None = None,
     lists: Mapping[str, tuple[Sequence[str], Sequence[str] | None, str]] | None = None,
     device_s: float | None = None,
+    timeout_s: float | None = None,
     shrinks: bool = True,
 ) -> argparse.ArgumentParser:
     """A parser with --csv and what else benches share: --S_list with these default lengths, an
     option per size with its default, or that and what it is, one per list of names (all that may be
-    there, the default, and words), --seconds, --shrink."""
+    there, the default, and words), --seconds, --timeout, --shrink."""
     parser = doc_parser(doc)
     if lengths:
         parser.add_argument("--S_list", type=integers, default=list(lengths), help="tokens, a,b,c")
@@ -74,6 +75,9 @@ def bench_parser(
     if device_s is not None:
         text = f"device time a row, at most (default {device_s:g})"
         parser.add_argument("--seconds", type=amount, default=device_s, help=text)
+    if timeout_s is not None:
+        text = f"seconds until a collective that a rank does not join fails (default {timeout_s:g})"
+        parser.add_argument("--timeout", type=amount, default=timeout_s, help=text)
     parser.add_argument(
         "--csv", nargs="?", const=CSV_STDOUT, metavar="PATH", type=csv_target,
         help="write the rows as CSV to PATH, or to stdout without PATH",
@@ -146,9 +150,7 @@ def write_rows(
     args: argparse.Namespace, columns: Sequence[str], lines: Iterable[Line], quiet: bool = False
 ) -> int:
     """Say and write each line as it comes; the exit code. quiet: another rank does that."""
-    rows: list[BenchRow] = []
-    written: list[dict[str, Any]] = []
-    failed = False
+    rows, written, failed = [], [], False
     for row, flat, text in lines:
         rows.append(row)
         written.append(flat)

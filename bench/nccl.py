@@ -35,7 +35,7 @@ from torch import Tensor
 from bench.main import Line, bench_parser, parsed
 from bench.proof import Marks
 from bench.provenance import COLUMNS as PROVENANCE
-from bench.ranks import Timed, add_timeout, leave_ranks, of_all, on_ranks, rank_row, seed_of_all
+from bench.ranks import Timed, leave_ranks, of_all, on_ranks, rank_row, seed_of_all
 from bench.records import BenchRow, integers, note, positive, shrunk
 from bench.stats import half_width
 
@@ -169,11 +169,10 @@ def lines(args: argparse.Namespace, device: torch.device, about: dict[str, Any])
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = bench_parser(__doc__)
+    parser = bench_parser(__doc__, timeout_s=60.0)
     sizes = [1, 16, 256, 1024] if torch.cuda.is_available() else [1]
     parser.add_argument("--mib", type=integers, default=sizes, help="buffer sizes in MiB, a,b,c")
     parser.add_argument("--iters", type=positive, default=25, help="samples per case")
-    add_timeout(parser, 60.0)
     args = parsed(parser, argv)
     if args.iters < 3:
         parser.error(f"--iters must be 3 or more, got {args.iters}")

@@ -65,15 +65,10 @@ def outliers(samples: Sequence[float]) -> int:
 def summary(samples: Sequence[float]) -> dict[str, Any]:
     """Columns of a row that its samples, in microseconds, give."""
     return {
-        "n": len(samples),
-        "median_us": statistics.median(samples),
-        "p20_us": quantile(samples, 0.2),
-        "p80_us": quantile(samples, 0.8),
-        "p95_us": quantile(samples, 0.95),
-        "min_us": min(samples),
-        "ci95_us": median_ci(samples),
-        "outliers": outliers(samples),
-    }
+        "n": len(samples), "median_us": statistics.median(samples),
+        **{f"p{q}_us": quantile(samples, q / 100) for q in (20, 80, 95)},
+        "min_us": min(samples), "ci95_us": median_ci(samples), "outliers": outliers(samples),
+    }  # fmt: skip
 
 
 def instability(samples: Sequence[float], resolution: float) -> list[str]:

@@ -35,6 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
+from bench.records import doc_parser
 from nsa import kernels
 from nsa.blocks import num_sel_blocks
 from nsa.fp8 import KVCacheDtype
@@ -53,15 +54,14 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 def compile_only(arch: int) -> SimpleNamespace:
     """Return a driver for Triton that answers for a GPU of capability `arch`."""
     found = SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
         get_active_torch_device=lambda: torch.device("cpu"),
         get_device_properties=lambda device: {"max_shared_mem": SHARED_LIMIT[arch]},
         launcher_cls=lambda source, metadata: lambda *args: None,
         # Module, function, registers, spills, most threads.
         load_binary=lambda *args: (1, 1, 0, 0, 1024),
-    )
+    )  # fmt: skip
     found.utils = found
     return found
 
@@ -434,9 +434,7 @@ def configurations(arch: int) -> list[AotCase]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = doc_parser(__doc__)
     parser.add_argument("--arch", type=int, required=True, choices=ARCHS, metavar="SM",
                         help=f"compute capability, from {', '.join(map(str, ARCHS))}")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one shape of prefill")

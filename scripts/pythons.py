@@ -27,19 +27,12 @@ PIP_SET = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_DEPS": "0", "
 # module -> (distribution, what it needs itself): installed with --no-deps, so that no resolver can
 # touch torch.
 SMALL = {
-    "jinja2": ("jinja2", ("markupsafe",)),
+    "jinja2": ("jinja2", ("markupsafe",)), "yaml": ("pyyaml", ()), "packaging": ("packaging", ()),
     "pytest": ("pytest", ("pluggy", "iniconfig", "packaging", "pygments")),
-    "pytest_timeout": ("pytest-timeout", ()),
-    "hypothesis": ("hypothesis", ("sortedcontainers",)),
-    "yaml": ("pyyaml", ()),
-    "packaging": ("packaging", ()),
-    "pynvml": ("nvidia-ml-py", ()),
-    "numpy": ("numpy", ()),
-    "matplotlib": (
-        "matplotlib",
-        ("contourpy", "cycler", "fonttools", "kiwisolver", "pillow", "pyparsing",
-         "python-dateutil", "six", "packaging"),
-    ),
+    "pytest_timeout": ("pytest-timeout", ()), "pynvml": ("nvidia-ml-py", ()),
+    "hypothesis": ("hypothesis", ("sortedcontainers",)), "numpy": ("numpy", ()),
+    "matplotlib": ("matplotlib", ("contourpy", "cycler", "fonttools", "kiwisolver", "pillow",
+                                  "pyparsing", "python-dateutil", "six", "packaging")),
 }  # fmt: skip
 # Named by pytest and hypothesis on Python 3.10 only.
 SMALL_310 = ("exceptiongroup", "tomli", "typing_extensions")

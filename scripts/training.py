@@ -49,15 +49,11 @@ PRESETS = {
     # One CPU core, well under a minute; the blocks shrink with the sequence so that selection still
     # has more candidates than it may take.
     "cpu": Preset(
-        NSAConfig(dim=64, heads=4, groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=4,
-                  window=32),
-        layers=2, steps=200, seq=128, batch=4, lr=6e-3, val_windows=8,
-    ),
+        NSAConfig(64, heads=4, groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=4, window=32),
+        layers=2, steps=200, seq=128, batch=4, lr=6e-3, val_windows=8),
     # The paper's block sizes; 2048 tokens are 32 selection blocks for 16 choices.
-    "cuda": Preset(
-        NSAConfig(dim=512, heads=8, groups=2, d_k=64, d_v=64),
-        layers=4, steps=300, seq=2048, batch=8, lr=1e-3, val_windows=16,
-    ),
+    "cuda": Preset(NSAConfig(512, heads=8, groups=2, d_k=64, d_v=64), layers=4, steps=300,
+                   seq=2048, batch=8, lr=1e-3, val_windows=16),
 }  # fmt: skip
 
 
