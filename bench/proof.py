@@ -95,9 +95,8 @@ def judge(case: Case, contender: Contender, out: Any, seen: Mapping[str, int]) -
     asked = case.requested if contender is case.candidate and case.requested else contender.path
     own = contender if contender.oracle else case
     parity = measure_parity(
-        case.name, case.bench, case.view(out), own.oracle(),
-        own.same_dtype() if own.same_dtype else None, path_requested=asked,
-        path_taken=contender.path if ran else None, launches=seen,
+        case.name, case.bench, case.view(out), own.oracle(), own.same_dtype and own.same_dtype(),
+        path_requested=asked, path_taken=contender.path if ran else None, launches=seen,
         expect_kernels=contender.kernels, seed=case.seed,
     )  # fmt: skip
     foreign = [k for k in case.foreign if contender is case.candidate and seen.get(k)]
@@ -245,26 +244,20 @@ class SpotChecks:
 
     def __init__(self, case: Case, ours: Turns, base: Turns | None, draw: random.Random) -> None:
         self.case, self.ours, self.base, self.draw = case, ours, base, draw
+        self.turns = [ours] if base is None else [ours, base]
         self.at_once = 64  # calls of a batch
         whom = [ours, ours] + [base] * (base is not None)
-        self._due = list(zip(sorted(draw.sample(range(1, WITHIN + 1), len(whom))),
-                             draw.sample(whom, len(whom)), strict=True))  # fmt: skip
+        batches = sorted(draw.sample(range(1, WITHIN + 1), len(whom)))
+        self._due = list(zip(batches, draw.sample(whom, len(whom)), strict=True))
         self._parity: int | None = None
         self._recorded = draw.random() < 0.5
         self._waited = False
         self.parity: Parity | None = None  # of the candidate's last judged sample
         self.judged = 0
 
-    @property
-    def turns(self) -> list[Turns]:
-        return [self.ours] + [self.base] * (self.base is not None)
-
     def pending(self, batch: int) -> Turns | None:
         """Whose sample is to be judged in this batch, or, once sampling would end, in some."""
         return self._due[0][1] if self._due and self._due[0][0] <= batch else None
-
-    def left(self) -> bool:
-        return bool(self._due)
 
     def run(
         self, clock: Clock, group: list[Any], repeats: int, cold: bool, call_us: float,
@@ -315,8 +308,7 @@ class SpotChecks:
         made, before = [turns.made for turns in self.turns], launches.counts()
         with launches.recording() if recorded else nullcontext({}) as seen:
             times, elapsed = held(clock, calls, cold)
-        wanted: Counter[str] = Counter()
-        counted: Counter[str] = Counter()
+        wanted, counted = Counter[str](), Counter[str]()
         for turns, n in zip(self.turns, made, strict=True):
             for into, per_call in ((wanted, turns.per_call), (counted, turns.counted)):
                 into.update({kernel: k * (turns.made - n) for kernel, k in per_call.items()})

@@ -86,22 +86,17 @@ TIMES = ("min_us", "p20_us", "median_us", "p80_us", "p95_us", "wall_us", "base_m
 def why_no_time(row: Mapping[str, Any]) -> list[str]:
     """Why a bench row's times cannot be true: not above zero, more than the host saw go by, or far
     under what the host waits for a call and that nothing else explains."""
-    number = lambda name: row[name] if is_number(row.get(name)) else None
-    given = {name: number(name) for name in TIMES}
-    why = [f"{name} is {us:g}" for name, us in given.items() if us is not None and us <= 0]
+    number = lambda name: row[name] if is_number(row.get(name)) else math.nan  # over no limit
+    why = [f"{name} is {number(name):g}" for name in TIMES if number(name) <= 0]
     timed, elapsed = number("timed_us"), number("elapsed_us")
-    if timed is not None and elapsed is not None and timed > 1.02 * elapsed + 100.0:
+    if timed > 1.02 * elapsed + 100.0:
         why.append(f"the clock counts {timed:.0f} us in calls that took the host {elapsed:.0f} us")
     factor, slack_us = FAR_OVER.get(str(row.get("timer")), FAR_OVER_DEVICE)
     for of, says in (("", "a call"), ("base_", "the baseline")):
         wall, time, busy = (number(f"{of}{n}_us") for n in ("wall_min", "median", "enqueue"))
-        if wall is None or time is None or busy is None:
-            continue
         if wall > factor * (time + busy) + slack_us:
-            why.append(
-                f"{says} takes the host {wall:.1f} us at least, and {busy:.1f} of them to enqueue, "
-                f"and {time:.1f} us by the clock"
-            )
+            of_host = f"{says} takes the host {wall:.1f} us at least, and {busy:.1f} of them to"
+            why.append(f"{of_host} enqueue, and {time:.1f} us by the clock")
     return why
 
 
@@ -183,14 +178,13 @@ def other_path(row: Mapping[str, Any]) -> str:
 
 def beyond(parity: Mapping[str, Any]) -> list[str]:
     """Which errors of a comparison are over the limits that it names itself."""
+    number = lambda name: parity[name] if is_number(parity.get(name)) else math.nan
     out = [
-        f"{name} {parity[name]:g} is over its limit {parity[f'limit_{name}']:g}"
+        f"{name} {number(name):g} is over its limit {number(f'limit_{name}'):g}"
         for name in ("mae", "max_abs")
-        if is_number(parity.get(name)) and is_number(parity.get(f"limit_{name}"))
-        and parity[name] > parity[f"limit_{name}"]
-    ]  # fmt: skip
-    margin = parity.get("margin")
-    return out + ([f"margin {margin:g} is over 1"] if is_number(margin) and margin > 1 else [])
+        if number(name) > number(f"limit_{name}")
+    ]
+    return out + [f"margin {number('margin'):g} is over 1"] * (number("margin") > 1)
 
 
 def unproven(row: Mapping[str, Any]) -> list[str]:
@@ -448,13 +442,11 @@ def finite_cell(row: Mapping[str, str], name: str, where: str) -> float | None:
     """The number in a cell, None for an empty one. Raises ValueError for anything else, which names
     `where`, a file and its line, and the column."""
     text = row[name].strip()
-    try:
+    with contextlib.suppress(ValueError):
         value = float(text) if text else None
-    except ValueError:
-        value = math.nan
-    if value is not None and not math.isfinite(value):
-        raise ValueError(f"{where}: {name} must be a finite number, got {text!r}")
-    return value
+        if value is None or math.isfinite(value):
+            return value
+    raise ValueError(f"{where}: {name} must be a finite number, got {text!r}")
 
 
 def read_csv(path: str | Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:

@@ -113,11 +113,10 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {path} is not of format {FORMAT!r}")
         theirs = data["about"]
         for name in sorted({*theirs, *self.about}):
-            if theirs.get(name) != self.about.get(name):
-                raise CheckpointError(
-                    f"checkpoint {path} was made with {name} = {theirs.get(name)}, this run has "
-                    f"{self.about.get(name)}"
-                )
+            was, now = theirs.get(name), self.about.get(name)
+            if was != now:
+                made = f"checkpoint {path} was made with {name} = {was}"
+                raise CheckpointError(f"{made}, this run has {now}")
         return data
 
     def resume(
@@ -130,8 +129,7 @@ class Checkpoints:
             return 0, [], [], {}
         data = self._described(path)
         rank, world = _ranks()
-        state = self._tensors(model, optimizer)
-        state["draw"] = draw.get_state()
+        state = self._tensors(model, optimizer) | {"draw": draw.get_state()}
         same = data["world"] == world
         if same:
             state[f"random/{rank}"] = _random_state()

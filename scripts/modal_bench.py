@@ -97,9 +97,8 @@ _cell = lambda value: str(value).replace("|", "\\|").replace("\n", " ")
 
 def _fa2_lengths(recommend: dict[str, Any]) -> str:
     """FA-2's minimum lengths, where some are proposed."""
-    names = ("fa2_min_len_win", "fa2_min_len_cmp")
-    found = [f"`{name}` = {n}" for name in names if (n := recommend.get(name)) is not None]
-    return ", ".join(found)
+    found = {name: recommend.get(name) for name in ("fa2_min_len_win", "fa2_min_len_cmp")}
+    return ", ".join(f"`{name}` = {n}" for name, n in found.items() if n is not None)
 
 
 def propose(folder: Path, bundle: dict[str, Any], config: Path) -> int:
@@ -185,10 +184,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.body_from:
         folder, code = args.body_from, 0
     else:
-        if args.local:
-            result = run_report(ROOT, args.profile)
-        else:
-            result = run_on_modal(args.gpu, args.profile, args.timeout)
+        result = (run_report(ROOT, args.profile) if args.local
+                  else run_on_modal(args.gpu, args.profile, args.timeout))  # fmt: skip
         code = result["exit_code"]
         if result["archive"] is None:
             print(f"the runner left no bundle to share (its exit code: {code})", file=sys.stderr)

@@ -80,8 +80,7 @@ def make_case(
     needles = torch.empty(queries, GROUPS, dtype=torch.long)
     for group in range(GROUPS):
         order = N_INIT + torch.randperm(free, generator=g)
-        offset = torch.randint(0, L_SEL, (free,), generator=g)
-        spots = order * L_SEL + offset
+        spots = order * L_SEL + torch.randint(0, L_SEL, (free,), generator=g)
         # One competitor in every free block without a needle, each half-way towards one query.
         rivals = spots[queries:]
         wanted = target[torch.arange(len(rivals)) % queries, group]
