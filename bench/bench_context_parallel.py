@@ -23,11 +23,11 @@ gloo, which proves the code, not its speed: give small sizes then.
 Exit code: 0 timed, 1 a result is wrong, 2 usage.
 """
 
-import argparse
 import itertools
 import os
 import secrets
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -84,7 +84,7 @@ SAMPLES = 4  # rows that each rank checks
 STEPS = 16  # of decode in a sample: one of them is short beside what a clock of the host adds
 
 
-def sizes(args: argparse.Namespace) -> dict[str, int]:
+def sizes(args: Namespace) -> dict[str, int]:
     return dict(l=args.l, d=args.d, l_sel=args.l_sel, n_sel=args.n_sel, window=args.w)
 
 
@@ -93,7 +93,7 @@ class Sequence1:
 
     captured: dict[str, int] | None = None  # launches of a CUDA graph that is replayed
 
-    def __init__(self, args: argparse.Namespace, S: int, group: Any, device: torch.device) -> None:
+    def __init__(self, args: Namespace, S: int, group: Any, device: torch.device) -> None:
         self.args, self.S, self.group = args, S, group
         where = dict(device=device, dtype=args.torch_dtype)
         # Keys and values by one seed on every rank, so that any rank can check against all of them.
@@ -211,7 +211,7 @@ class Decode(Sequence1):
     sample is of STEPS steps in a row, each on other queries; bringing these and keeping outputs is
     in the time."""
 
-    def __init__(self, args: argparse.Namespace, S: int, group: Any, device: torch.device) -> None:
+    def __init__(self, args: Namespace, S: int, group: Any, device: torch.device) -> None:
         self.args, self.S, self.group = args, S, group
         where = dict(device=device, dtype=args.torch_dtype)
         # All by one seed on every rank: the same token, and any rank can check it.
@@ -271,7 +271,7 @@ class Decode(Sequence1):
 
 
 def made(
-    args: argparse.Namespace, S: int, direction: str, group: Any, device: torch.device
+    args: Namespace, S: int, direction: str, group: Any, device: torch.device
 ) -> tuple[Sequence1, Callable[[Any, int], Timed]]:
     """The inputs of a direction, and a function that times its calls on them: (group, number of the
     judged sample) -> Timed."""
@@ -308,7 +308,7 @@ def timed(x: Sequence1, direction: str, n: int, group: Any, judged: int) -> Time
 
 
 def case(
-    args: argparse.Namespace, S: int, direction: str, group: Any, device: torch.device,
+    args: Namespace, S: int, direction: str, group: Any, device: torch.device,
     base: list[float] | None, about: dict[str, Any],
 ) -> BenchRow:  # fmt: skip
     """Check and time one length; the same row on every rank. base: samples of one rank alone."""
@@ -356,7 +356,7 @@ def case(
 
 
 def one_rank(
-    args: argparse.Namespace, S: int, direction: str, group: Any, device: torch.device
+    args: Namespace, S: int, direction: str, group: Any, device: torch.device
 ) -> list[float] | None:
     """Samples of rank 0 alone on the whole sequence, on every rank; None where it does not fit
     or is not wanted."""
@@ -378,7 +378,7 @@ def one_rank(
     return of_first(answer, group)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> Namespace:
     cuda = torch.cuda.is_available()
     sizes = {
         "B": 1, "HQ": 64 if cuda else 4, "G": 4 if cuda else 2, "D": 128 if cuda else 16, "l": 32,
@@ -405,7 +405,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def lines(args: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Iterator[Line]:
+def lines(args: Namespace, device: torch.device, about: dict[str, Any]) -> Iterator[Line]:
     """Every length and direction, the same on every rank."""
     group = dist.group.WORLD
     for S, direction in itertools.product(args.S_list, args.directions):

@@ -45,10 +45,10 @@ the device, which bound its loops.
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-import argparse
 import gc
 import itertools
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -157,7 +157,7 @@ def branch_case(step: Step, branch: str, columns: dict[str, Any]) -> Case:
 
 
 def cell(
-    layer: NSAAttention, batch: int, S: int, T: int, args: argparse.Namespace,
+    layer: NSAAttention, batch: int, S: int, T: int, args: Namespace,
     columns: dict[str, Any], tools: dict[str, Any], backend: str | None, fallbacks: set,
 ) -> Unbuilt:  # fmt: skip
     """One batch size, context length and number of new tokens: the step's case, and what is timed
@@ -217,7 +217,7 @@ def _lengths(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser = bench_parser(__doc__, sizes=SIZES)
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="cells of B and S in one run, instead of --B, --S_list")
@@ -260,7 +260,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def shapes(args: argparse.Namespace, gpu: Gpu | None) -> list[tuple[int, int]]:
+def shapes(args: Namespace, gpu: Gpu | None) -> list[tuple[int, int]]:
     """(sequences, context) of each cell."""
     lengths = args.S_list or [256, 512]
     if gpu and not args.S_list:  # filling the cache without kernels takes quadratic time
@@ -273,7 +273,7 @@ def shapes(args: argparse.Namespace, gpu: Gpu | None) -> list[tuple[int, int]]:
     return list(dict.fromkeys((B, max(S // args.shrink, 1)) for B, S in cells))
 
 
-def layer_of(args: argparse.Namespace) -> NSAAttention:
+def layer_of(args: Namespace) -> NSAAttention:
     torch.manual_seed(0)
     return NSAAttention(args.config).to(device=args.device, dtype=DTYPES[args.dtype]).eval()
 
@@ -291,9 +291,7 @@ def make_once(
         whole()
 
 
-def cases(
-    args: argparse.Namespace, tools: dict[str, Any], backend: str | None, about: dict[str, Any]
-) -> Iterator[Unbuilt]:
+def cases(args: Namespace, tools: dict, backend: str | None, about: dict) -> Iterator[Unbuilt]:
     """Every batch size, context length and number of new tokens, on one layer."""
     gpu = tools["gpu"]
     columns = {**args.sizes, "dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype, **about}

@@ -11,9 +11,9 @@ NSA_FA2_MIN_LEN_* is compared with. Parity against fp64 comes before and after e
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run (the reason is printed).
 """
 
-import argparse
 import itertools
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,7 @@ def case_of(x: Branch, form: str, columns: dict[str, Any], baseline: Contender) 
     )  # fmt: skip
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> Namespace:
     sizes = {"B": 1, "HQ": 32, "G": 4, "D": 128, "w": 512, "l": 32, "d": 16}
     lists = {"branches": (("win", "cmp"), ["win", "cmp"], ""), "dtype": (DTYPES, list(DTYPES), "")}
     parser = bench_parser(__doc__, lengths=LENGTHS, sizes=sizes, lists=lists, device_s=0.3)
@@ -132,7 +132,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def cases(args: argparse.Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
+def cases(args: Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
     """Each dtype, branch and length against each baseline that serves there."""
     for dtype, branch, S in itertools.product(args.dtype, args.branches, args.S_list):
         columns = {

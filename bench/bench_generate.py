@@ -20,10 +20,10 @@ captures before); a row of NSA without any is FAILED.
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-import argparse
 import itertools
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,7 @@ last_of = lambda model, ids: model(ids)[:, -1]
 last_of_transformers = lambda model, ids: model(ids, logits_to_keep=1).logits[:, -1]
 
 
-def llama(args: argparse.Namespace, attention: str) -> Any:
+def llama(args: Namespace, attention: str) -> Any:
     """A LlamaForCausalLM on DEVICE. Raises ImportError without Transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -131,7 +131,7 @@ def llama(args: argparse.Namespace, attention: str) -> Any:
     return model.to(*DEVICE).eval()
 
 
-def contenders(args: argparse.Namespace) -> Iterator[tuple[str, str, Runner, Whole]]:
+def contenders(args: Namespace) -> Iterator[tuple[str, str, Runner, Whole]]:
     """(who, cache, run, logits of a whole text at its last token) of those that --who names."""
     config = NSAConfig(args.dim, args.heads, args.groups, args.dk, args.dk)
     ours = NSALanguageModel(config, args.vocab, args.layers).to(*DEVICE).eval()
@@ -159,7 +159,7 @@ def contenders(args: argparse.Namespace) -> Iterator[tuple[str, str, Runner, Who
 
 
 def in_vllm(
-    args: argparse.Namespace, model: Any, cache: str, whole: Whole, attention: str | None = None
+    args: Namespace, model: Any, cache: str, whole: Whole, attention: str | None = None
 ) -> Iterator[tuple[str, str, Runner, Whole]]:
     try:
         sizes = args.B_list, max(args.S_list), args.new
@@ -178,9 +178,7 @@ def off_by(told: Tensor, want: Tensor) -> float:
     return torch.inf if unknown.all(-1).any() else off.item()
 
 
-def timed(
-    run: Runner, whole: Whole, ids: Tensor, new: int, limit: float, ours: bool
-) -> dict[str, Any]:
+def timed(run: Runner, whole: Whole, ids: Tensor, new: int, limit: float, ours: bool) -> dict:
     """The columns of a row from prefill_s on."""
     run(ids, 3)  # compiles
     counted = []
@@ -208,7 +206,7 @@ def timed(
     }  # fmt: skip
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> Namespace:
     parser = bench_parser(__doc__, lengths=[32768], sizes=SIZES | {"new": (64, "tokens a text")},
                           shrinks=False)  # fmt: skip
     parser.add_argument("--who", nargs="+", choices=WHO, default=WHO, help="contenders")

@@ -20,9 +20,9 @@ installed. peer_commit is its commit, or the version that is installed.
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-import argparse
 import itertools
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -135,7 +135,7 @@ def peers_name(*case: Any) -> str:
     return case_name(*case).replace("prefill", "peers", 1)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> Namespace:
     default = Shape(1)
     parser = bench_parser(
         __doc__, lengths=[4096, 8192, 16384, 32768, 65536], device_s=1.0, shrinks=False,
@@ -157,7 +157,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def rivals_of(args: argparse.Namespace) -> Iterator[Rival]:
+def rivals_of(args: Namespace) -> Iterator[Rival]:
     """The contenders that were asked for. Raises ImportError for one that cannot be imported."""
     for name in [*["sfnsa"] * (args.sfnsa is not None), *args.selection]:
         try:
@@ -174,9 +174,7 @@ def rivals_of(args: argparse.Namespace) -> Iterator[Rival]:
         yield Rival("dense")
 
 
-def cases(
-    args: argparse.Namespace, rivals: list[Rival], about: dict[str, Any]
-) -> Iterator[Unbuilt]:
+def cases(args: Namespace, rivals: list[Rival], about: dict[str, Any]) -> Iterator[Unbuilt]:
     """Each length, direction and sharing against each contender that takes the direction."""
     sizes = {name: getattr(args, name) for name in SIZES}
     for S, direction, sharing, rival in itertools.product(

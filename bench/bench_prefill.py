@@ -26,9 +26,9 @@ longest S alone has the parts. All kernels are compiled side by side before the 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-import argparse
 import itertools
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -280,9 +280,7 @@ def pack_case(x: Pack, direction: str, columns: dict[str, Any]) -> Case:
     )  # fmt: skip
 
 
-def case_of(
-    shape: Shape, op: str, direction: str, columns: dict[str, Any], sharing: str = "random"
-) -> Case:
+def case_of(shape: Shape, op: str, direction: str, columns: dict, sharing: str = "random") -> Case:
     if op == "turn":
         return turn_case(Projections(shape), direction, columns)
     if op == "pack":
@@ -343,7 +341,7 @@ def _compile(found: list[Any]) -> None:
     found.clear()
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> Namespace:
     ways = "fwd", "bwd"
     lists = {
         "ops": (OPS, None, "; default full, parts at the longest S"),
@@ -358,7 +356,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def cells(args: argparse.Namespace) -> Iterator[Cell]:
+def cells(args: Namespace) -> Iterator[Cell]:
     """Each op, length, direction and sharing; without --ops the longest S alone has the parts, and
     without --sharing it alone has shared."""
     sizes = {name: getattr(args, name) for name in SIZES}
@@ -372,7 +370,7 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
             yield Shape(S, **sizes), op, direction, sharing
 
 
-def cases(args: argparse.Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
+def cases(args: Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
     parts = budget_of(args)
     # The report quotes these rows as its speeds. Long calls at full power settle late, and jump by
     # 2 % from one to the next: 30 of them fix a median to 1 %.
@@ -391,7 +389,7 @@ def cases(args: argparse.Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
         torch.cuda.empty_cache()
 
 
-def budget_of(args: argparse.Namespace) -> Budget:
+def budget_of(args: Namespace) -> Budget:
     return Budget(device_s=args.seconds, min_n=20, warm_s=0.05, warm_cap_s=1.0)
 
 

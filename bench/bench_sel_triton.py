@@ -28,10 +28,10 @@ fixed seeds; parity is checked before and after timing.
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -309,7 +309,7 @@ def case_of(cell: Cell, rows: Rows, flags: Any, columns: dict[str, Any]) -> Case
     )  # fmt: skip
 
 
-def cells(args: argparse.Namespace) -> Iterator[Cell]:
+def cells(args: Namespace) -> Iterator[Cell]:
     """Every combination of the sizes, in the order of the lengths; repeats are far apart."""
     widths = [(D, Dv) for D in args.D for Dv in args.Dv or [D]]
     dists = ["blocks"] if args.decode else args.dist
@@ -323,7 +323,7 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
             yield Cell(mode, dist, N, H, *width, L, streams, n_sel, run)
 
 
-def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> list[dict[str, Any]]:
+def sweep(args: Namespace, clock: CudaClock, flags: Any) -> list[dict[str, Any]]:
     """Time every tile choice of the direct kernels and print the best --sweep ones per L; a row per
     choice, `rank` from 1 among the right ones of its cell."""
     from nsa.kernels.triton_sel_kernel.tiles import Tiles
@@ -370,7 +370,7 @@ def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> list[dict[s
     return written
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> Namespace:
     lists = {"dist": (DISTRIBUTIONS, list(DISTRIBUTIONS), ": one or more")}
     parser = bench_parser(__doc__, lists=lists, device_s=0.25)
     for name, default, what in (
@@ -414,9 +414,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def cases(
-    args: argparse.Namespace, flags: Any, clock: CudaClock, about: dict[str, Any]
-) -> Iterator[Unbuilt]:
+def cases(args: Namespace, flags: Any, clock: CudaClock, about: dict) -> Iterator[Unbuilt]:
     """Each cell, and how far that is."""
     matrix = list(cells(args))
     for number, cell in enumerate(matrix, 1):

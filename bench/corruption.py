@@ -38,9 +38,7 @@ def write(words: Words, blocks: Sequence[Tensor]) -> None:
         block[:] = words(i * len(block), block)
 
 
-def check_memory(
-    device: str, size: int, limit_s: float, block_words: int = BLOCK_WORDS
-) -> dict[str, int]:
+def check_memory(device: str, size: int, limit_s: float, block_words: int = BLOCK_WORDS) -> dict:
     """Facts for the health row after patterns were written over `size` bytes of `device`. All is
     written before any of it is read: so what is read comes from the memory and not from a cache,
     and a word that lands at another address shows. No pattern begins after limit_s."""
@@ -61,9 +59,7 @@ def check_memory(
     return {**facts, "memory_wrong_words": int(wrong)}
 
 
-def check_products(
-    device: str, dtype: torch.dtype, limit_s: float, n: int = 4096
-) -> dict[str, int]:
+def check_products(device: str, dtype: torch.dtype, limit_s: float, n: int = 4096) -> dict:
     """Facts for the health row after an n x n matmul in `dtype` (bf16 or fp32) was repeated. The
     factors are drawn whole numbers up to LARGEST: sums of their products stay below 2^24 by many
     standard deviations, so fp32 holds them exactly in whatever order they are added, and the only

@@ -13,12 +13,12 @@ CPU processes it runs over gloo.
 Exit code: 0 timed, 1 a result is wrong, 2 usage error, 3 fewer than two ranks.
 """
 
-import argparse
 import itertools
 import math
 import os
 import random
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -158,7 +158,7 @@ def case(op: str, mib: int, device: torch.device, iters: int, about: dict[str, A
     return replace(row, columns={**columns, "algbw_gbs": rate, "busbw_gbs": rate * share})
 
 
-def lines(args: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Iterator[Line]:
+def lines(args: Namespace, device: torch.device, about: dict[str, Any]) -> Iterator[Line]:
     """Every operation and size, the same on every rank."""
     for op, mib in itertools.product(OPS, args.mib):
         row = case(op, mib, device, args.iters, about)
@@ -168,7 +168,7 @@ def lines(args: argparse.Namespace, device: torch.device, about: dict[str, Any])
         yield row, flat, row.line() + (f"  bus {rate:.1f} GB/s" if rate else "")
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> Namespace:
     parser = bench_parser(__doc__, timeout_s=60.0)
     sizes = [1, 16, 256, 1024] if torch.cuda.is_available() else [1]
     parser.add_argument("--mib", type=integers, default=sizes, help="buffer sizes in MiB, a,b,c")

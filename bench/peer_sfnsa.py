@@ -39,9 +39,7 @@ class Sfnsa:
 
     name = "sfnsa"
 
-    def __init__(
-        self, package: ModuleType, x: Prefill, window: Callable[..., Tensor] = fa2.sliding_fa2
-    ) -> None:
+    def __init__(self, package: ModuleType, x: Prefill, window: Callable = fa2.sliding_fa2) -> None:
         s = self.shape = x.shape
         if s.B != 1:
             raise ValueError(f"sfnsa is called on one sequence, got B={s.B}")

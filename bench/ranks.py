@@ -1,11 +1,11 @@
 """How the scripts that run under torchrun start and end their ranks, and time what all do."""
 
-import argparse
 import datetime
 import os
 import secrets
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -122,9 +122,9 @@ def rank_row(
 
 
 def on_ranks(
-    args: argparse.Namespace,
+    args: Namespace,
     columns: Sequence[str],
-    lines: Callable[[argparse.Namespace, torch.device, dict[str, Any]], Iterable[Line]],
+    lines: Callable[[Namespace, torch.device, dict[str, Any]], Iterable[Line]],
 ) -> int:
     """Join the ranks and make lines(args, device, about) on each; the first one emits, says and
     writes them. The exit code."""

@@ -56,9 +56,7 @@ class Checkpoints:
     about: what the run is (sizes, seed, ...); a checkpoint of something else is refused with a
     CheckpointError that names the difference. resume=False ignores what is there."""
 
-    def __init__(
-        self, folder: Path, about: dict[str, Any], *, every: int = 0, resume: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, about: dict, *, every: int = 0, resume: bool = False) -> None:
         self.folder, self.every, self.wanted = Path(folder), every, resume
         self.about = json.loads(json.dumps(about))
         self.world_changed: int | None = None  # the ranks that wrote it, where they are not as many

@@ -12,7 +12,6 @@ sm_90 the kernels in Gluon are among them, whatever the release of Triton.
 Exit code: 0 all compile and fit, 1 some do not, 2 usage.
 """
 
-import argparse
 import functools
 import importlib
 import itertools
@@ -20,6 +19,7 @@ import os
 import pkgutil
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -433,7 +433,7 @@ def configurations(arch: int) -> list[AotCase]:
     return list(found.values())
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: list[str] | None) -> Namespace:
     parser = doc_parser(__doc__)
     parser.add_argument("--arch", type=int, required=True, choices=ARCHS, metavar="SM",
                         help=f"compute capability, from {', '.join(map(str, ARCHS))}")  # fmt: skip

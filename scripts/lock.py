@@ -98,9 +98,7 @@ def known_entry(kernels: dict[str, list], case: AotCase, arch: int) -> list | No
     return entry if entry and entry[0] == aot.content(case, arch) else None
 
 
-def compile_cases(
-    cases: list[AotCase], arch: int, kernels: dict[str, list]
-) -> tuple[dict[str, list], list[str]]:
+def compile_cases(cases: list[AotCase], arch: int, kernels: dict) -> tuple[dict, list[str]]:
     """Compile the cases for whose content `kernels` has no entry. Returns the entries of all, and
     what is wrong with cases that have none."""
     found, bad = {}, []

@@ -164,9 +164,7 @@ def judge(
     return share.max().item()
 
 
-def judge_choice(
-    case: Case, name: str, one: dict[str, Tensor], chosen: Tensor, free: Tensor
-) -> None:
+def judge_choice(case: Case, name: str, one: dict, chosen: Tensor, free: Tensor) -> None:
     """Raise Wrong unless the blocks [S, G, n] of a sequence's queries are the forced ones and the
     best by their scores in fp64, but for ties and rounding. free [S, G]: rows whose scores are not
     numbers."""
