@@ -337,36 +337,31 @@ def sweep(args: Namespace, clock: CudaClock, flags: Any) -> list[dict[str, Any]]
         rows.refill(0)
         want, same = rows.exact(), rows.exact(rows.q.dtype)
         limit = 2 * (same.double() - want).abs().max().item() + 1e-3
-        timed, lost = [], []
+        tried = []
         for values in itertools.product(*SWEEP.values()):
             choice = dict(zip(SWEEP, values, strict=True))
             if choice["block_d"] > max(cell.D, 64) or choice["block_l"] > max(64, L):
                 continue
-            tiles = Tiles(block_dv=min(choice["block_d"], cell.Dv), **choice)
-            call, _, _ = candidate(rows, flags, tiles)
+            choice["block_dv"] = min(choice["block_d"], cell.Dv)
+            call, _, _ = candidate(rows, flags, Tiles(**choice))
             run = on_streams(call, cell.N, 1)
+            found = {"status": "FAILED", "why": "wrong"}
             try:
-                good = (run().double() - want).abs().max().item() <= limit
-                times = clock.run([run] * 12, cold=True)[2:] if good else []
-                why = "wrong"
+                if (run().double() - want).abs().max().item() <= limit:
+                    us = statistics.median(clock.run([run] * 12, cold=True)[2:])
+                    found = {"status": "VALID", "ms": us / 1e3}
             except Exception as error:
                 if is_sticky(error):
                     raise
-                times, why = [], f"{type(error).__name__}: {str(error)[:200]}"
-            if times:
-                timed.append((statistics.median(times), choice))
-            else:
-                lost.append({**choice, "status": "FAILED", "why": why})
-        timed.sort(key=lambda item: item[0])
-        right = [{**choice, "ms": us / 1e3, "rank": rank, "status": "VALID"}
-                 for rank, (us, choice) in enumerate(timed, 1)]  # fmt: skip
-        about = {**cell._asdict(), "dtype": args.dtype}
-        written += [
-            {**about, "block_dv": min(row["block_d"], cell.Dv), **row} for row in [*right, *lost]
-        ]
-        say(args, f"{cell.name}: {len(timed)} right, {len(lost)} do not fit or are wrong")
-        for us, choice in timed[: args.sweep]:
-            say(args, f"    {us:9.2f} us  " + " ".join(f"{k}={v}" for k, v in choice.items()))
+                found["why"] = f"{type(error).__name__}: {str(error)[:200]}"
+            tried.append({**cell._asdict(), "dtype": args.dtype, **choice, **found})
+        right = sorted((row for row in tried if "ms" in row), key=lambda row: row["ms"])
+        lost = [row for row in tried if "ms" not in row]
+        written += [*({**row, "rank": rank} for rank, row in enumerate(right, 1)), *lost]
+        say(args, f"{cell.name}: {len(right)} right, {len(lost)} do not fit or are wrong")
+        for row in right[: args.sweep]:
+            tiles = " ".join(f"{name}={row[name]}" for name in SWEEP)
+            say(args, f"    {1e3 * row['ms']:9.2f} us  {tiles}")
     return written
 
 

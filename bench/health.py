@@ -15,6 +15,7 @@ measured, 1 the card corrupts data, 3 there is no CUDA device.
 """
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -227,15 +228,15 @@ def main(argv: list[str] | None = None) -> int:
     if folder and args.gpu is None:
         write_atomic(folder / "health.json", json.dumps(row, indent=1) + "\n")
     share = lambda x: "" if x is None else f"  ({x:.0%} of nominal)"
-    print(f"{row['device']}, driver {row['driver']}")
-    print(f"copy       {row['copy_gbs']:8.0f} GB/s{share(row['copy_frac'])}")
-    print(f"bf16 GEMM  {row['gemm_bf16_tflops']:8.0f} TFLOP/s{share(row['gemm_frac'])}, "
-          f"sustained {row['gemm_sustained_tflops']:.0f}")  # fmt: skip
-    print(f"upload     {row['h2d_gbs'] or float('nan'):8.1f} GB/s")
-    print(f"launch     {row['launch_us']:8.2f} us")
-    print(f"A/A floor  {row['aa_noise_floor']:8.1%}  (worst of {row['aa_trials']} trials "
-          f"{row['aa_worst']:.1%})")  # fmt: skip
-    print(f"{row['status']}: {'; '.join(row['why']) or 'as fast as it should be'}")
+    worst = f"(worst of {row['aa_trials']} trials {row['aa_worst']:.1%})"
+    print(f"""{row["device"]}, driver {row["driver"]}
+copy       {row["copy_gbs"]:8.0f} GB/s{share(row["copy_frac"])}
+bf16 GEMM  {row["gemm_bf16_tflops"]:8.0f} TFLOP/s{share(row["gemm_frac"])}, \
+sustained {row["gemm_sustained_tflops"]:.0f}
+upload     {row["h2d_gbs"] or math.nan:8.1f} GB/s
+launch     {row["launch_us"]:8.2f} us
+A/A floor  {row["aa_noise_floor"]:8.1%}  {worst}
+{row["status"]}: {"; ".join(row["why"]) or "as fast as it should be"}""")
     return 1 if row["status"] == "FAIL" else 0
 
 
