@@ -403,9 +403,8 @@ def main(argv: list[str] | None = None) -> int:
             compile_cells(cells(args))
         if args.compile_only:
             return 0
-    aliases = {"dense_ms": "base_ms"}
     tools = card_tools(budget_of(args))
-    return time_cases(args, tools, COLUMNS, partial(cases, args), aliases)
+    return time_cases(args, tools, COLUMNS, partial(cases, args), {"dense_ms": "base_ms"})
 
 
 if __name__ == "__main__":

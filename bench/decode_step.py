@@ -53,7 +53,7 @@ class Step:
         kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:  # fmt: skip
         c = self.config = layer.config
-        weight = layer.qkv.weight
+        weight = layer.qkv.weight.detach()
         self.S, self.T, self.alike, self.backend = S, T, alike, backend
         like = {"device": weight.device, "dtype": weight.dtype}
         self.fp8 = fp8.is_fp8(kv_cache_dtype)
@@ -75,9 +75,7 @@ class Step:
         self.q = torch.empty(batch, T, c.heads, c.d_k, **like)
         self.gates = torch.empty(batch, T, c.heads, 3, **like)
         self.open_gates = torch.ones_like(self.gates)
-        self.blocks = torch.zeros(
-            batch, T, c.groups, c.n_sel, dtype=torch.int32, device=weight.device
-        )
+        self.blocks = weight.new_zeros(batch, T, c.groups, c.n_sel, dtype=torch.int32)
         # Flash kernels want values as wide as keys: a dense cache would store them padded.
         self.v_padded = None
         if c.d_v < c.d_k:
@@ -104,20 +102,17 @@ class Step:
             for v in values:
                 v.requires_grad_(True)
             with torch.enable_grad():
-                out = attention.nsa_decode(
-                    self.q, cache, None, self.gates, backend="reference", flags=self.flags
-                )[0]
-            grads = torch.autograd.grad(out.square().sum(), values, allow_unused=True)
+                out, _ = self._attend("reference")
+            total = out.square().sum()
+            grads = torch.autograd.grad(total, values, allow_unused=True, materialize_grads=True)
         finally:
             for v in values:
                 v.requires_grad_(False)
-        counts = {}
+        counts, kept = {}, []
         with torch.no_grad():
             whole = self._attend(self.backend)
-            kept = []
             for (name, pair), grad in zip(names.items(), grads, strict=True):
-                read = torch.zeros(pair[1].shape[:3], dtype=torch.bool, device=self.q.device)
-                read = read if grad is None else grad.abs().amax(-1) > 0  # [B, tokens, G]
+                read = grad.abs().amax(-1) > 0  # [B, tokens, G]
                 counts[name] = read.sum(1).unique().tolist() or [0]
                 for x in pair:
                     kept.append((x, x.clone()))
@@ -138,21 +133,15 @@ class Step:
         sizes = dict(l=c.l, d=c.d, l_sel=c.l_sel, n_sel=c.n_sel, w=c.w)
         if len(self.cache) != S:
             raise AssertionError(f"the cache holds {len(self.cache)} tokens, not {S}")
-        reads = self.cache.reads()
-        last = reads[-1]
+        reads, due = self.cache.reads(), [blocks.reads(s, **sizes) for s in range(1, S + 1)]
         self.cache.reset_reads()
-        return Counted(
-            sum(r.total for r in reads), sum(blocks.reads(s, **sizes) for s in range(1, S + 1)),
-            last.cmp, last.sel, last.win,
-            sum(blocks.reads(s, **sizes) for s in range(S - self.T + 1, S + 1)),
-        )  # fmt: skip
+        total, last = sum(r.total for r in reads), reads[-1]
+        return Counted(total, sum(due), last.cmp, last.sel, last.win, sum(due[-self.T :]))
 
     def _find_route(self) -> None:
         """The route that policy asks for, the one a call takes, and why they differ if they do."""
-        request = dispatch.make_request(
-            Branch.STEP, self.q, self.cache.k_sel, self.cache.v_sel, self.S, self.flags,
-            self.backend,
-        )  # fmt: skip
+        keys = self.cache.k_sel, self.cache.v_sel, self.S
+        request = dispatch.make_request(Branch.STEP, self.q, *keys, self.flags, self.backend)
         wanted = dispatch.decide(request, self.flags, self.backend).route
         with dispatch.trace() as taken:
             self._attend(self.backend)
@@ -244,12 +233,7 @@ class Step:
             torch.empty_like(x).normal_(generator=gen)
         for name in BUFFERS:
             self.draw(name, gen, getattr(plain, name))
-        got, want = (
-            attention.nsa_decode(
-                self.q, one, None, self.gates, backend=self.backend, flags=self.flags
-            )[0].double()
-            for one in (cache, plain)
-        )
+        got, want = (self._attend(self.backend, one)[0].double() for one in (cache, plain))
         return float((got - want).norm() / want.norm())
 
     def renew(self, seed: int) -> None:
@@ -271,9 +255,7 @@ class Step:
         groups; and the mean number of blocks that the queries of one choose together."""
         c, S = self.config, self.S
         own = (S - 1) // c.l_sel
-        chosen = torch.zeros(
-            len(self.q), c.groups, own + 2, dtype=torch.int64, device=self.q.device
-        )
+        chosen = self.blocks.new_zeros(len(self.q), c.groups, own + 2, dtype=torch.int64)
         at = self.blocks.long() % (own + 2)  # -1, none, is the last
         chosen.scatter_(-1, at.transpose(1, 2).flatten(2), 1)
         chosen = chosen[..., : own + 1]
@@ -297,10 +279,10 @@ class Step:
         finally:
             put(S)
 
-    def _attend(self, backend: str | None) -> tuple[Tensor, Tensor]:
-        return attention.nsa_decode(
-            self.q, self.cache, None, self.gates, backend=backend, flags=self.flags
-        )
+    def _attend(self, backend: str | None, cache: Any = None) -> tuple[Tensor, Tensor]:
+        cache = self.cache if cache is None else cache
+        how = dict(backend=backend, flags=self.flags)
+        return attention.nsa_decode(self.q, cache, None, self.gates, **how)
 
     def total(self) -> Callable[[], tuple[Tensor, Tensor]]:
         """The step: a named route where Triton was chosen, so that no sample can fall back."""
