@@ -120,7 +120,7 @@ class Match:
         if row.median_us is None:
             return {}
         rival = next(c for c in self.made.baselines if c.name == row.baseline)
-        found: dict[str, Any] = {"choice": self.peer.choice() if self.peer else None}
+        found: dict[str, Any] = {"choice": self.peer and self.peer.choice()}
         for name, one in (("peak_mib", self.made.candidate), ("base_peak_mib", rival)):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

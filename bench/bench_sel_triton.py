@@ -389,8 +389,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
     args.L_list = args.L_list or ([128, 256, 512] if args.decode else [64, 128, 256, 512, 1024])
     args.H = args.H or ([2, 4] if args.decode else [8])
     for name in ("warmup", "sweep"):
-        if getattr(args, name) < 0:
-            parser.error(f"--{name} must be 0 or more, got {getattr(args, name)}")
+        if (got := getattr(args, name)) < 0:
+            parser.error(f"--{name} must be 0 or more, got {got}")
     for name in ("D", "Dv"):
         bad = [x for x in getattr(args, name) or () if x % 8 or x > 256]
         if bad:
@@ -427,8 +427,8 @@ def cases(args: Namespace, flags: Any, clock: CudaClock, about: dict) -> Iterato
             return {"pack_ms": statistics.median(times) / 1e3}
 
         yield Unbuilt("sel", cell.name, build, columns, pack)
-        done = {"done": number, "total": len(matrix), "text": f"{number} of {len(matrix)} cells"}
-        emit("progress", done)
+        text = f"{number} of {len(matrix)} cells"
+        emit("progress", {"done": number, "total": len(matrix), "text": text})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -328,10 +328,7 @@ class Projections:
 
     BASE = 10000.0
 
-    def __init__(
-        self, shape: Shape, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
-        samples: int = 12,
-    ) -> None:  # fmt: skip
+    def __init__(self, shape: Shape, device: str = "cuda", dtype: Any = torch.bfloat16) -> None:
         s = self.shape = shape
         like = {"dtype": dtype, "device": device}
         self.widths = s.HQ * s.D, 3 * s.G * s.D, 3 * s.G * s.Dv
@@ -339,7 +336,7 @@ class Projections:
         kv = [torch.empty(s.B, s.S, s.G, width, **like) for width in 3 * (s.D, s.Dv)]
         self.do = [torch.empty(s.B, s.S, s.HQ, s.D, **like), *kv]
         self.positions = torch.arange(s.S, device=device)
-        self.at = sampled(shape, samples)
+        self.at = sampled(shape, 12)
         self.sampled_rows = torch.tensor(self.at, device=device)
 
     def refill(self, seed: int) -> None:

@@ -149,11 +149,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"device {data['device']}, {args.dtype}, head dim {args.head_dim}, {sizes}")
     for flag in data["flags"]:
         print(f"  {flag['name']:28} {flag['value']!s:8} {flag['source']}")
+    told = lambda r: f"{r['route']}: {r['meaning' if r['reason'] in FLAG_OF else 'reason']}"
     for d in data["decisions"]:
-        why = "; ".join(
-            f"{r['route']}: {r['meaning'] if r['reason'] in FLAG_OF else r['reason']}"
-            for r in d["rejected"]
-        )
+        why = "; ".join(map(told, d["rejected"]))
         what = f"{d['branch']:10} {d['call']:24} {d['key_len']:5} keys -> {d['route']:9}"
         print(f"{what} {f'({why})' if why else ''}".rstrip())
     for call in data["calls"]:
