@@ -388,8 +388,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
         __doc__, lengths=[65536, 262144] if cuda else [512], sizes=sizes, timeout_s=300.0,
         lists={"directions": (("fwd", "bwd", "decode"), ["fwd", "bwd"], " (default fwd,bwd)")},
     )  # fmt: skip
-    parser.add_argument("--alone", type=int, default=524288, metavar="S", help="time one GPU alone "
-                        "up to this length")  # fmt: skip
+    text = "time one GPU alone up to this length"
+    parser.add_argument("--alone", type=int, default=524288, metavar="S", help=text)
     args = parsed(parser, argv)
     unit = 2 * int(os.environ.get("WORLD_SIZE", "1")) * args.d
     for S in args.S_list:

@@ -71,7 +71,6 @@ from bench.records import BenchRow, note, positive, shrunk
 from bench.timing import Budget, Case, Contender, Unbuilt, measure
 from nsa.config import NSAConfig
 from nsa.flags import get_flags
-from nsa.fp8 import KVCacheDtype
 from nsa.module import NSAAttention
 
 SIZES = {
@@ -278,19 +277,6 @@ def layer_of(args: Namespace) -> NSAAttention:
     return NSAAttention(args.config).to(device=args.device, dtype=DTYPES[args.dtype]).eval()
 
 
-def make_once(
-    layer: NSAAttention, batch: int, S: int, T: int, backend: str | None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-) -> None:  # fmt: skip
-    """The steps that a cell times, once each, so that their kernels are in the caches."""
-    step = Step(layer, batch, S, backend=backend, T=T, kv_cache_dtype=kv_cache_dtype)
-    step.total()()
-    if T == 1:
-        whole = ModuleStep(layer, step).eager()
-        prepare(whole)
-        whole()
-
-
 def cases(args: Namespace, tools: dict, backend: str | None, about: dict) -> Iterator[Unbuilt]:
     """Every batch size, context length and number of new tokens, on one layer."""
     gpu = tools["gpu"]
@@ -323,7 +309,14 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     if args.compile_only:
         layer, gpu = layer_of(args), Gpu() if args.device == "cuda" else None
         for (batch, S), T in itertools.product(shapes(args, gpu), args.T):
-            make_once(layer, batch, S, T, backend, args.kv_cache_dtype)
+            # The steps that a cell times, once each, so that their kernels are in the caches.
+            how = dict(backend=backend, kv_cache_dtype=args.kv_cache_dtype)
+            step = Step(layer, batch, S, T=T, **how)
+            step.total()()
+            if T == 1:
+                whole = ModuleStep(layer, step).eager()
+                prepare(whole)
+                whole()
         return 0
     budget = Budget(min_n=args.iters, warm_calls=args.warmup)
     if args.quick or args.device == "cpu":

@@ -19,7 +19,6 @@ import os
 import pkgutil
 import sys
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -406,16 +405,12 @@ def configurations(arch: int) -> list[AotCase]:
     return list(found.values())
 
 
-def parse(argv: list[str] | None) -> Namespace:
-    parser = doc_parser(__doc__)
-    parser.add_argument("--arch", type=int, required=True, choices=ARCHS, metavar="SM",
-                        help=f"compute capability, from {', '.join(map(str, ARCHS))}")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="one shape of prefill")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    parser = doc_parser(__doc__)
+    archs = f"compute capability, from {', '.join(map(str, ARCHS))}"
+    parser.add_argument("--arch", type=int, required=True, choices=ARCHS, metavar="SM", help=archs)
+    parser.add_argument("--quick", action="store_true", help="one shape of prefill")
+    args = parser.parse_args(argv)
     compiled: dict[str, tuple[str, int, int]] = {}
     pretend(args.arch, compiled)
     calls, unserved, failed = 0, 0, 0

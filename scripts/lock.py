@@ -156,10 +156,9 @@ def compiled(arch: int) -> tuple[dict[str, list], list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = doc_parser(__doc__)
-    parser.add_argument("--calls", type=int, choices=CALLS_OF, metavar="SM",
-                        help=f"only print what calls launch on one of {CALLS_OF}")  # fmt: skip
-    parser.add_argument("--kernels", type=int, choices=aot.ARCHS, metavar="SM",
-                        help="only print what kernels compile to for one architecture")  # fmt: skip
+    add, one = parser.add_argument, dict(type=int, metavar="SM")
+    add("--calls", choices=CALLS_OF, help="only print what calls launch on this one", **one)
+    add("--kernels", choices=aot.ARCHS, help="only print what kernels compile to for it", **one)
     args = parser.parse_args(argv)
     if args.calls:
         print("\n".join(calls(args.calls)))

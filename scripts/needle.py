@@ -213,19 +213,18 @@ def depth_report(rows: list[dict[str, float]], picture: str | None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--queries", type=int, default=8, help="needles per KV group")
-    parser.add_argument("--n-sel", type=int, default=16)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="fp32", choices=["fp32", "fp16", "bf16"])
-    parser.add_argument(
-        "--backend", choices=["auto", "triton", "reference"], default="auto",
-        help="auto follows the NSA_* flags; a named route runs or fails",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lengths", type=integers, help="count by depth at these lengths, a,b,c")
-    parser.add_argument("--seeds", type=int, default=5, help="texts per length")
-    parser.add_argument("--picture", metavar="SVG", help="draw what --lengths counted")
+    add = parser.add_argument
+    add("--tokens", type=int, default=8192)
+    add("--queries", type=int, default=8, help="needles per KV group")
+    add("--n-sel", type=int, default=16)
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--dtype", default="fp32", choices=["fp32", "fp16", "bf16"])
+    add("--backend", choices=["auto", "triton", "reference"], default="auto",
+        help="auto follows the NSA_* flags; a named route runs or fails")  # fmt: skip
+    add("--seed", type=int, default=0)
+    add("--lengths", type=integers, help="count by depth at these lengths, a,b,c")
+    add("--seeds", type=int, default=5, help="texts per length")
+    add("--picture", metavar="SVG", help="draw what --lengths counted")
     args = parser.parse_args(argv)
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[args.dtype]
     if args.seeds < 1 or (args.picture and not args.lengths):
