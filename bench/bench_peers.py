@@ -82,8 +82,10 @@ def peer_contender(peer: Peer, direction: str) -> Contender:
 
 
 class Match:
-    """NSA against one contender at one length. case() makes the inputs with make(), so that too
-    little memory for them is a row as well."""
+    """NSA against one contender at one length.
+
+    case() makes the inputs with make(), so that too little memory for them is a row as well.
+    """
 
     def __init__(
         self, rival: Rival, direction: str, columns: dict[str, Any], make: Callable[[], Prefill]

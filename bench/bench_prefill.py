@@ -126,9 +126,11 @@ def work(shape: Shape, op: str, direction: str) -> dict[str, int]:
 
 class Passes:
     """Named forwards on one set of inputs (direction "fwd"), their backwards alone ("bwd"), or both
-    in one call ("fwd+bwd"); what a backward returns are the gradients. fill(seed) writes new
-    inputs. forwards: name -> (forward, its leaves); of "bwd" the forward runs in refill(), outside
-    of the clock. do: gradients of the outputs."""
+    in one call ("fwd+bwd"); what a backward returns are the gradients.
+
+    fill(seed) writes new inputs. forwards: name -> (forward, its leaves); of "bwd" the forward runs
+    in refill(), outside of the clock. do: gradients of the outputs.
+    """
 
     def __init__(
         self, direction: str, fill: Callable[[int], None],
@@ -160,9 +162,11 @@ def check_key_gradients(
     kernels: Sequence[str] | None = None,
     truth: Callable[[torch.dtype], list[Tensor]] | None = None,
 ) -> None:  # fmt: skip
-    """Raises AssertionError when dQ, dK, dV or the gates' gradients are wrong. With do = 0 but for
-    the sampled queries, these few make up all of them in fp64 too. kernels and truth(dtype): what
-    another implementation on `path` launches, and its gradients; NSA's own else."""
+    """Raises AssertionError when dQ, dK, dV or the gates' gradients are wrong.
+
+    With do = 0 but for the sampled queries, these few make up all of them in fp64 too. kernels and
+    truth(dtype): what another implementation on `path` launches, and its gradients; NSA's own else.
+    """
     truth = truth or partial(sampled_gradients, x, op)
     kernels = kernels_of(op, "bwd", x.shape, x.shape.S) if kernels is None else kernels
     do = torch.zeros_like(x.do)
@@ -190,7 +194,9 @@ def attention_case(
 ) -> Case:  # fmt: skip
     """One op, forward, the backward alone, or both in one call; where there is a backward, dq of
     the sampled queries is held against fp64 in each check, the other gradients once here.
-    baselines: what `full` is timed against, dense attention unless given."""
+
+    baselines: what `full` is timed against, dense attention unless given.
+    """
     shape, forward = x.shape, direction == "fwd"
     name = "nsa" if op == "full" else f"nsa {op}"
     rivals = dense_calls(x) if op == "full" and baselines is None else []

@@ -95,8 +95,10 @@ def spans_of(dist: str, L: int, n_keys: int, gen: torch.Generator) -> list[tuple
 
 def block_spans(L: int, n_sel: int, n_keys: int, gen: torch.Generator) -> list[tuple[int, int]]:
     """What a decode step attends: n_sel blocks of L / n_sel keys, the last clamped at its token t.
+
     The first block, the last two and random ones between; t is in the middle of the last one, so
-    that L minus half a block of keys are left."""
+    that L minus half a block of keys are left.
+    """
     size = L // n_sel
     last = n_keys // size - 1
     some = torch.randperm(last - 2, generator=gen)[: n_sel - 3] + 1
@@ -107,8 +109,10 @@ def block_spans(L: int, n_sel: int, n_keys: int, gen: torch.Generator) -> list[t
 
 class Rows:
     """Inputs of one case: queries [N, H, D], keys and values, the rows' ranges, packed copies.
+
     modes "ranges" and "route" keep K and V in one cache, "decode" in a cache per row; the packed
-    copies are gathered anew at every refill."""
+    copies are gathered anew at every refill.
+    """
 
     def __init__(
         self, mode: str, dist: str, N: int, H: int, D: int, Dv: int, L: int, dtype: torch.dtype,

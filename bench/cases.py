@@ -15,11 +15,13 @@ def truths(exact: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> dict[s
 
 @dataclass(frozen=True)
 class Contender:
-    """A named call. `kernels` are the launches that prove that it ran on path `path`. oracle and
-    same_dtype: its own, where it computes something else than the case does (dense attention as the
-    baseline of a sparse one); bytes_needed and flops: of that. attends: the backend of torch's SDPA
-    that its name promises (flash, efficient, cudnn, math). watched: what runs its operators where
-    the call itself replays a CUDA graph of them."""
+    """A named call. `kernels` are the launches that prove that it ran on path `path`.
+
+    oracle and same_dtype: its own, where it computes something else than the case does (dense
+    attention as the baseline of a sparse one); bytes_needed and flops: of that. attends: the
+    backend of torch's SDPA that its name promises (flash, efficient, cudnn, math). watched: what
+    runs its operators where the call itself replays a CUDA graph of them.
+    """
 
     name: str
     call: Callable[[], Any]
@@ -70,8 +72,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Unbuilt:
-    """A case whose inputs measure() makes: too little memory for them is a row as well. more(row):
-    what the CSV gets besides, once it was timed. budget: a timing.Budget of its own."""
+    """A case whose inputs measure() makes: too little memory for them is a row as well.
+
+    more(row): what the CSV gets besides, once it was timed. budget: a timing.Budget of its own.
+    """
 
     bench: str
     name: str

@@ -81,10 +81,12 @@ class Clock(Protocol):
 
 
 class CudaClock:
-    """CUDA events on the current stream; one synchronisation per batch of calls. The flush of the
-    L2 cache lies before the start event. A sleep kernel holds the queue while the host enqueues the
-    batch, so that launch gaps do not count as device time; when the sleep ended too early, it is
-    lengthened and the batch repeated."""
+    """CUDA events on the current stream; one synchronisation per batch of calls.
+
+    The flush of the L2 cache lies before the start event. A sleep kernel holds the queue while the
+    host enqueues the batch, so that launch gaps do not count as device time; when the sleep ended
+    too early, it is lengthened and the batch repeated.
+    """
 
     timer = "cuda_event"
     resolution_us = 0.5
@@ -145,8 +147,11 @@ class CudaClock:
 
 class BusyClock(CudaClock):
     """What the device works for each call: the sum of its kernels' and copies' own times, by
-    PyTorch's profiler, on the current stream. For calls that wait for the device in their middle:
-    events around these would count the time in which the device has nothing to do as well."""
+    PyTorch's profiler, on the current stream.
+
+    For calls that wait for the device in their middle: events around these would count the time in
+    which the device has nothing to do as well.
+    """
 
     timer = "kernels"
 

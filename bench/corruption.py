@@ -39,9 +39,11 @@ def write(words: Words, blocks: Sequence[Tensor]) -> None:
 
 
 def check_memory(device: str, size: int, limit_s: float, block_words: int = BLOCK_WORDS) -> dict:
-    """Facts for the health row after patterns were written over `size` bytes of `device`. All is
-    written before any of it is read: so what is read comes from the memory and not from a cache,
-    and a word that lands at another address shows. No pattern begins after limit_s."""
+    """Facts for the health row after patterns were written over `size` bytes of `device`.
+
+    All is written before any of it is read: so what is read comes from the memory and not from a
+    cache, and a word that lands at another address shows. No pattern begins after limit_s.
+    """
     count = max(1, size // (8 * block_words))
     blocks = [torch.empty(block_words, dtype=torch.int64, device=device) for _ in range(count)]
     done, wrong = 0, torch.zeros((), dtype=torch.int64, device=device)
@@ -60,10 +62,12 @@ def check_memory(device: str, size: int, limit_s: float, block_words: int = BLOC
 
 
 def check_products(device: str, dtype: torch.dtype, limit_s: float, n: int = 4096) -> dict:
-    """Facts for the health row after an n x n matmul in `dtype` (bf16 or fp32) was repeated. The
-    factors are drawn whole numbers up to LARGEST: sums of their products stay below 2^24 by many
-    standard deviations, so fp32 holds them exactly in whatever order they are added, and the only
-    error is the rounding of the result."""
+    """Facts for the health row after an n x n matmul in `dtype` (bf16 or fp32) was repeated.
+
+    The factors are drawn whole numbers up to LARGEST: sums of their products stay below 2^24 by
+    many standard deviations, so fp32 holds them exactly in whatever order they are added, and
+    the only error is the rounding of the result.
+    """
     seed = secrets.randbits(32)
     draw = torch.Generator().manual_seed(seed)
     a, b = (

@@ -24,8 +24,10 @@ GRAPH_PATH = "graph/triton"
 
 
 def capture(call: Callable[[], Any]) -> tuple[Callable[[], Any], dict[str, int]]:
-    """Replay of `call` as a CUDA graph, and the Triton kernels in it. Raises GraphUnavailable when
-    CUDA refuses."""
+    """Replay of `call` as a CUDA graph, and the Triton kernels in it.
+
+    Raises GraphUnavailable when CUDA refuses.
+    """
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -63,8 +65,10 @@ def other_length(S: int, T: int = 1) -> int:
 
 
 def attention_graph(step: Step, case: Case, tools: dict[str, Any]) -> BenchRow:
-    """`case` (the whole attention step) as a replayed graph against dense attention as one. Raises
-    GraphUnavailable when the step cannot be captured."""
+    """`case` (the whole attention step) as a replayed graph against dense attention as one.
+
+    Raises GraphUnavailable when the step cannot be captured.
+    """
     why = why_no_step_graph(step)
     if why:
         raise GraphUnavailable(why)
@@ -105,7 +109,9 @@ def attention_graph(step: Step, case: Case, tools: dict[str, Any]) -> BenchRow:
 
 class ModuleStep:
     """The layer's decode step over `step`'s cache: projections to output, the cache appended to.
-    Ahead of every call, outside of its time, the cache forgets the token of the call before."""
+
+    Ahead of every call, outside of its time, the cache forgets the token of the call before.
+    """
 
     def __init__(self, layer: NSAAttention, step: Step) -> None:
         self.layer, self.step, self.cache = layer, step, step.cache

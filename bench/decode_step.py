@@ -43,9 +43,11 @@ class Counted:
 
 class Step:
     """One layer's cache of S tokens and the T newest queries: what is timed, what it must give.
+
     backend "triton" insists on the Triton step (also interpreted on a CPU); None follows `flags`.
     alike: correlation of a sequence's queries, from 0 (each chooses other blocks) to 1 (the same).
-    kv_cache_dtype: as NSACache's; the truth is that of what the stored numbers stand for."""
+    kv_cache_dtype: as NSACache's; the truth is that of what the stored numbers stand for.
+    """
 
     def __init__(
         self, layer: NSAAttention, batch: int, S: int, *, flags: Flags | None = None,
@@ -91,10 +93,12 @@ class Step:
         self.seen = self._seen() if plain else None
 
     def _seen(self) -> int:
-        """Keys per group that one step's output depends on, by the gradients of their values. The
-        cache counts what it handed out, by the lengths; this asks the result. Raises AssertionError
-        where the two differ, or where the step also takes anything else in: all other rows are NaN
-        then."""
+        """Keys per group that one step's output depends on, by the gradients of their values.
+
+        The cache counts what it handed out, by the lengths; this asks the result. Raises
+        AssertionError where the two differ, or where the step also takes anything else in: all
+        other rows are NaN then.
+        """
         cache = self.cache
         names = {n: (getattr(cache, f"k_{n}"), getattr(cache, f"v_{n}")) for n in BRANCHES}
         values = [v for _, v in names.values()]
@@ -170,9 +174,11 @@ class Step:
         return [self.q, self.gates, self.blocks, *(getattr(c, name) for name in BUFFERS)]
 
     def refill(self, seed: int) -> None:
-        """N(0, 1) for queries, keys and values, U(0, 1) for gates, and blocks to match. The blocks
-        come from the reference: a call of the step itself would leave right results in freed
-        memory, where a kernel that writes nothing would find them."""
+        """N(0, 1) for queries, keys and values, U(0, 1) for gates, and blocks to match.
+
+        The blocks come from the reference: a call of the step itself would leave right results in
+        freed memory, where a kernel that writes nothing would find them.
+        """
         c = self.config
         self._filled = seed, None
         gen = torch.Generator(self.q.device).manual_seed(seed)
@@ -194,8 +200,10 @@ class Step:
         ))  # fmt: skip
 
     def draw(self, name: str, gen: torch.Generator, into: Tensor | None = None) -> None:
-        """N(0, 1) into a buffer of the cache; `into` gets the numbers as they come instead. Of FP8
-        a sequence at a time: its numbers are made in q's dtype first."""
+        """N(0, 1) into a buffer of the cache; `into` gets the numbers as they come instead.
+
+        Of FP8 a sequence at a time: its numbers are made in q's dtype first.
+        """
         x = getattr(self.cache, name)
         if not self.fp8:
             x.normal_(generator=gen)
@@ -323,9 +331,11 @@ class Step:
         return taken[-1].route.value
 
     def check_choice(self, chosen: Tensor) -> None:
-        """Raise ValueError unless the chosen blocks are the best by the paper's scores in fp64. The
-        forced blocks and the number must be exact; scores as close as the dtype's rounding may swap
-        places."""
+        """Raise ValueError unless the chosen blocks are the best by the paper's scores in fp64.
+
+        The forced blocks and the number must be exact; scores as close as the dtype's rounding may
+        swap places.
+        """
         c, first = self.config, self.S - self.T
         slack = 1e-4 if self.q.dtype == torch.float32 else 1e-2
         sizes = dict(l=c.l, d=c.d, l_sel=c.l_sel, q_start=first)
@@ -429,11 +439,13 @@ def _by_sequence(attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def dense_contenders(step: Step) -> list[Contender]:
-    """Dense attention over the cache's S tokens by each backend of SDPA that takes it. None for
-    several new tokens, whose causal mask needs other calls than these. In two layouts, rows: the
-    heads of a group as query rows of one attention; gqa: one query per head, keys shared. "padded":
-    with values stored as wide as keys, where they are narrower; "expanded": the backend copies the
-    keys to every head."""
+    """Dense attention over the cache's S tokens by each backend of SDPA that takes it.
+
+    None for several new tokens, whose causal mask needs other calls than these. In two layouts,
+    rows: the heads of a group as query rows of one attention; gqa: one query per head, keys shared.
+    "padded": with values stored as wide as keys, where they are narrower; "expanded": the backend
+    copies the keys to every head.
+    """
     if step.T > 1:
         return []
     q = step.q

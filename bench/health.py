@@ -98,9 +98,11 @@ def aa_ratios(clock: CudaClock) -> list[float]:
 
 
 def memory_in_use() -> dict[str, int]:
-    """MiB in use by uuid of the card, as NVML counts; {} without NVML. Asked for before this
-    process has a CUDA context, whose 500 MiB nobody could tell from another user's: in a container
-    NVML names no processes."""
+    """MiB in use by uuid of the card, as NVML counts; {} without NVML.
+
+    Asked for before this process has a CUDA context, whose 500 MiB nobody could tell from another
+    user's: in a container NVML names no processes.
+    """
     try:
         import pynvml
 

@@ -126,9 +126,11 @@ def time_cases(
     aliases: Mapping[str, str] | None = None,
     line: Callable[[BenchRow, dict[str, Any]], str] = lambda row, flat: row.line(),
 ) -> int:
-    """Time a bench's cases with `tools` and write their rows; the exit code. cases(about) makes
-    them from the columns that say what a row is measured on; aliases: names that the bench's CSV
-    has for columns of BenchRow.csv(); line: a row for people."""
+    """Time a bench's cases with `tools` and write their rows; the exit code.
+
+    cases(about) makes them from the columns that say what a row is measured on; aliases: names that
+    the bench's CSV has for columns of BenchRow.csv(); line: a row for people.
+    """
     if not tools:
         return 3
     spent.begin()

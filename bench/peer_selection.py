@@ -19,8 +19,10 @@ from bench.provenance import described
 
 
 class SelectionPeer:
-    """Selection of one sequence by the blocks in x.blocks, which x.prepare("sel") must have made. A
-    forward alone: no leaves that get a gradient, and no choice of its own."""
+    """Selection of one sequence by the blocks in x.blocks, which x.prepare("sel") must have made.
+
+    A forward alone: no leaves that get a gradient, and no choice of its own.
+    """
 
     name: str
 
@@ -44,10 +46,12 @@ class SelectionPeer:
 
 
 class VllmM3(SelectionPeer):
-    """vLLM's Triton kernels for MiniMax-M3 (Apache-2.0), whose pages of K and V are blocks. With
-    VLLM_MINIMAX_SPARSE_PREFILL_TILE_Q=4 a version that knows it (pull request 57420) takes four
-    queries at a time. The size of a block, 128 there, is a constant of the module that its calls
-    read: it is set to l_sel."""
+    """vLLM's Triton kernels for MiniMax-M3 (Apache-2.0), whose pages of K and V are blocks.
+
+    With VLLM_MINIMAX_SPARSE_PREFILL_TILE_Q=4 a version that knows it (pull request 57420) takes
+    four queries at a time. The size of a block, 128 there, is a constant of the module that its
+    calls read: it is set to l_sel.
+    """
 
     def __init__(self, ops: ModuleType, x: Prefill) -> None:
         super().__init__(x)

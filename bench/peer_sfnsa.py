@@ -32,10 +32,12 @@ def load(folder: Path) -> ModuleType:
 
 
 class Sfnsa:
-    """Its whole NSA on the inputs of `x` (one sequence), and what its results must be. Its gates
-    are logits of numbers that bf16 rounds otherwise, and near ties it may choose other blocks than
-    NSA: the truth is computed with its own gates and blocks. choice() says how good these blocks
-    are."""
+    """Its whole NSA on the inputs of `x` (one sequence), and what its results must be.
+
+    Its gates are logits of numbers that bf16 rounds otherwise, and near ties it may choose other
+    blocks than NSA: the truth is computed with its own gates and blocks. choice() says how good
+    these blocks are.
+    """
 
     name = "sfnsa"
 

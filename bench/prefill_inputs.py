@@ -77,8 +77,10 @@ def distinct_blocks(blocks: Tensor, neighbours: int = 4) -> float:
 
 class Prefill:
     """Inputs of one length, the calls on them, and fp64 results on a sample of the queries.
+
     sharing: how far neighbouring queries choose the same blocks, see SHARING. It enters by what q
-    and k_cmp hold: NSA chooses its blocks itself at any sharing."""
+    and k_cmp hold: NSA chooses its blocks itself at any sharing.
+    """
 
     def __init__(
         self, shape: Shape, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
@@ -199,8 +201,10 @@ class Prefill:
 
     def block_quality(self, chosen: Tensor) -> Tensor:
         """Per sampled query and group [B, n, G]: the chosen blocks' scores over the best possible.
+
         Scores in fp64 by Eq. 9 and 10. 1 is right; blocks that must be there and are not, a
-        repetition or a block from the future give 0. Ties may choose either block."""
+        repetition or a block from the future give 0. Ties may choose either block.
+        """
         s, rows = self.shape, []
         for t in self.at:
             q = self.q[:, t : t + 1].double()
@@ -283,9 +287,11 @@ def row_output(
     part: str, sizes: Any, t: int, q: Tensor, take: Take, blocks: Tensor | None
 ) -> Tensor:
     """The right output of a query q [B, 1, HQ, D] at position t of its sequence, by plain
-    attention. part: cmp, sel, win, full (their gated sum), or dense. take(name, a, b): rows a .. b
-    of the sequence's k_cmp, ..., v_win, gates. blocks: those chosen for the query [B, 1, G, n].
-    sizes: with l, d, l_sel, w."""
+    attention. part: cmp, sel, win, full (their gated sum), or dense.
+
+    take(name, a, b): rows a .. b of the sequence's k_cmp, ..., v_win, gates. blocks: those chosen
+    for the query [B, 1, G, n]. sizes: with l, d, l_sel, w.
+    """
     over = lambda name, a, b: attend(q, take(f"k_{name}", a, b), take(f"v_{name}", a, b))
     if part == "dense":
         return over("sel", 0, t + 1)
@@ -306,9 +312,11 @@ def row_output(
 
 
 def sampled_gradients(x: Prefill, part: str, dtype: torch.dtype) -> list[Tensor]:
-    """Gradients of the sampled queries' outputs alone, by plain attention in `dtype`. The first is
-    dq of these queries [B, n, HQ, D]; then those of the part's keys, values and gates, whole, as if
-    every other query had do = 0."""
+    """Gradients of the sampled queries' outputs alone, by plain attention in `dtype`.
+
+    The first is dq of these queries [B, n, HQ, D]; then those of the part's keys, values and
+    gates, whole, as if every other query had do = 0.
+    """
     names = {"cmp": ("k_cmp", "v_cmp"), "win": ("k_win", "v_win"), "sel": ("k_sel", "v_sel"),
              "dense": ("k_sel", "v_sel")}.get(part) or (
         "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")  # fmt: skip

@@ -59,8 +59,10 @@ def fingerprint(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Marks:
-    """A number of each result that calls left: all finite, none like an earlier one's. Leaving one
-    waits for nothing; check() does."""
+    """A number of each result that calls left: all finite, none like an earlier one's.
+
+    Leaving one waits for nothing; check() does.
+    """
 
     def __init__(self) -> None:
         self.seen: dict[float, None] = {}  # in order
@@ -107,8 +109,10 @@ def judge(case: Case, contender: Contender, out: Any, seen: Mapping[str, int]) -
 
 
 def prove(case: Case, contender: Contender, seed: int, when: str) -> tuple[Parity, float]:
-    """One checked call on fresh inputs. Returns the parity and the call's wall time in ms. Raises
-    NotRight for a wrong result, a kernel that never ran or inputs that were written to."""
+    """One checked call on fresh inputs. Returns the parity and the call's wall time in ms.
+
+    Raises NotRight for a wrong result, a kernel that never ran or inputs that were written to.
+    """
     case.refill(seed)
     inputs = case.inputs()
     before = fingerprint(inputs)
@@ -135,9 +139,12 @@ def _unchanged(case: Case, before: list[int], parity: Parity, when: str) -> None
 
 
 class Turns:
-    """A contender's calls as they are timed. `call` is what a clock gets. Outside of its time it
-    renews the inputs before the contender runs, so that nothing kept under a tensor's version,
-    address or numbers is of use, and marks the result after it."""
+    """A contender's calls as they are timed.
+
+    `call` is what a clock gets. Outside of its time it renews the inputs before the contender runs,
+    so that nothing kept under a tensor's version, address or numbers is of use, and marks the
+    result after it.
+    """
 
     def __init__(self, case: Case, contender: Contender, draw: random.Random) -> None:
         self.case, self.contender, self.draw = case, contender, draw
@@ -236,11 +243,13 @@ def calls_at_once(clock: Clock, turns: Sequence[Turns]) -> int:
 
 
 class SpotChecks:
-    """Runs the timed batches of a case and judges some of them. Two samples of the candidate, of
-    which one is an even and one an odd call, and one of the baseline; their batches are drawn from
-    the first WITHIN. Nothing tells a kernel which they are. In every second of these batches Triton
-    itself reports the launches; that takes another way through the host than a user's call, so that
-    everywhere else the launchers' counts have to do."""
+    """Runs the timed batches of a case and judges some of them.
+
+    Two samples of the candidate, of which one is an even and one an odd call, and one of the
+    baseline; their batches are drawn from the first WITHIN. Nothing tells a kernel which they are.
+    In every second of these batches Triton itself reports the launches; that takes another way
+    through the host than a user's call, so that everywhere else the launchers' counts have to do.
+    """
 
     def __init__(self, case: Case, ours: Turns, base: Turns | None, draw: random.Random) -> None:
         self.case, self.ours, self.base, self.draw = case, ours, base, draw

@@ -19,9 +19,11 @@ COLUMNS = ("device", "torch", "triton", "cuda", "driver", "commit", "date", "pre
 
 @functools.cache
 def commit() -> str | None:
-    """Short hash of the sources, with "-dirty" when tracked files differ; None when unknown. Inside
-    a run it is what the run says of itself, and else NSA_COMMIT where it is set: a box may have the
-    sources without git."""
+    """Short hash of the sources, with "-dirty" when tracked files differ; None when unknown.
+
+    Inside a run it is what the run says of itself, and else NSA_COMMIT where it is set: a box may
+    have the sources without git.
+    """
     folder = out_dir()
     if folder is not None and (folder / "bundle.json").is_file():
         git = json.loads((folder / "bundle.json").read_text(encoding="utf-8")).get("git") or {}
@@ -43,9 +45,11 @@ def described(folder: Path) -> str | None:
 
 
 def fix_precision() -> str:
-    """Full precision of fp32 for the whole process, TF32 off; what holds then, in words. Neither a
-    kernel nor a baseline may be faster by being less exact. Sums of bf16 and fp16 products stay as
-    torch has them; whether they may be rounded on the way is part of the words."""
+    """Full precision of fp32 for the whole process, TF32 off; what holds then, in words.
+
+    Neither a kernel nor a baseline may be faster by being less exact. Sums of bf16 and fp16
+    products stay as torch has them; whether they may be rounded on the way is part of the words.
+    """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     matmul, word = torch.backends.cuda.matmul, {True: "on", False: "off"}.get

@@ -23,8 +23,10 @@ from bench.records import BenchRow, why_no_time
 
 
 def join_ranks(device_type: str, timeout_s: float) -> torch.device:
-    """Join the group of all ranks; returns this rank's device ("cuda": the GPU of LOCAL_RANK). A
-    collective that a rank does not join fails after `timeout_s` seconds."""
+    """Join the group of all ranks; returns this rank's device ("cuda": the GPU of LOCAL_RANK).
+
+    A collective that a rank does not join fails after `timeout_s` seconds.
+    """
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast fails on some virtual machines
     device, backend = torch.device(device_type), "gloo"
     if device_type == "cuda":
@@ -35,10 +37,12 @@ def join_ranks(device_type: str, timeout_s: float) -> torch.device:
 
 
 def leave_ranks(code: int) -> NoReturn:
-    """End this process with `code`; call it last, outside of any other handler. What a mesh or a
-    sharded tensor holds of a group lives on after destroy_process_group, with gloo's threads. One
-    that drops a tensor while the interpreter is torn down aborts the process
-    (pytorch/pytorch#179291), so a process that had ranks does without the teardown."""
+    """End this process with `code`; call it last, outside of any other handler.
+
+    What a mesh or a sharded tensor holds of a group lives on after destroy_process_group, with
+    gloo's threads. One that drops a tensor while the interpreter is torn down aborts the process
+    (pytorch/pytorch#179291), so a process that had ranks does without the teardown.
+    """
     if "WORLD_SIZE" not in os.environ:
         sys.exit(code)
     sys.stdout.flush()
@@ -107,7 +111,9 @@ def rank_row(
 ) -> BenchRow:  # fmt: skip
     """The row of calls that all ranks timed and whose judged results were right: parity. The
     slowest rank counts. A call that did not do its work or a clock that lies leaves no number.
-    noise(samples) says what makes them unstable, besides their number; `more` are other fields."""
+
+    noise(samples) says what makes them unstable, besides their number; `more` are other fields.
+    """
     samples = [max(times) for times in zip(*(timed.samples for timed in every), strict=True)]
     timed_us = max(sum(timed.samples) for timed in every)
     clocks = dict(timed_us=timed_us, elapsed_us=max(timed.elapsed_us for timed in every))

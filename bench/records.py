@@ -42,9 +42,11 @@ MIN_SPEEDUP = 1.2
 
 
 def carries(status: str, lows: Iterable[float | None], least: float) -> bool:
-    """Return whether a row with these lower bounds carries a threshold that asks for `least`. A
-    VALID row does where none is lower; an UNSTABLE one, whose samples drift or spread by a few
-    percent, where none is below twice that."""
+    """Return whether a row with these lower bounds carries a threshold that asks for `least`.
+
+    A VALID row does where none is lower; an UNSTABLE one, whose samples drift or spread by a few
+    percent, where none is below twice that.
+    """
     factor = {"VALID": 1.0, "UNSTABLE": 2.0}.get(status)
     return factor is not None and all(low is not None and low >= factor * least for low in lows)
 
@@ -334,9 +336,11 @@ def check_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def shrunk(name: str, values: Sequence[int], by: int, multiple: int = 1) -> list[int]:
-    """`values` of the argument `name` divided by `by`, as multiples of `multiple`, none twice. A
-    note tells the report, because a smaller size is another measurement; of several ranks the first
-    one speaks."""
+    """`values` of the argument `name` divided by `by`, as multiples of `multiple`, none twice.
+
+    A note tells the report, because a smaller size is another measurement; of several ranks the
+    first one speaks.
+    """
     if by == 1:
         return list(values)
     small = list(dict.fromkeys(max(v // by // multiple, 1) * multiple for v in values))

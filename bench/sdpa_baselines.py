@@ -42,8 +42,11 @@ class Usable:
 
 
 def usable(calls: Mapping[str, Callable[[], Tensor]]) -> Usable:
-    """Which of these calls really run here, each tried once. Too little memory for one is a reason
-    as any other. Raises an error after which the device cannot be used any more."""
+    """Which of these calls really run here, each tried once.
+
+    Too little memory for one is a reason as any other. Raises an error after which the device
+    cannot be used any more.
+    """
     found = Usable()
     for name, call in calls.items():
         with warnings.catch_warnings(record=True) as said:
@@ -82,10 +85,12 @@ def _first_reason(words: list[str]) -> str:
 
 
 def packed_sdpa(Q: Tensor, K: Tensor, V: Tensor, *, backend: str, formulation: str) -> Tensor:
-    """One SDPA call, on exactly the named backend, for rows with keys of their own. Q [N, H, D], K
-    [N, L, D], V [N, L, Dv] -> [N, H, Dv]. formulation "gqa": H heads share one K head (enable_gqa);
-    "mqa_rows": the H heads are query rows of one head. Both are views. backend: a name of BACKENDS.
-    Raises RuntimeError when the backend cannot run the call."""
+    """One SDPA call, on exactly the named backend, for rows with keys of their own.
+
+    Q [N, H, D], K [N, L, D], V [N, L, Dv] -> [N, H, Dv]. formulation "gqa": H heads share one K
+    head (enable_gqa); "mqa_rows": the H heads are query rows of one head. Both are views. backend:
+    a name of BACKENDS. Raises RuntimeError when the backend cannot run the call.
+    """
     with sdpa_kernel(BACKENDS[backend]):
         if formulation == "mqa_rows":
             out = F.scaled_dot_product_attention(Q[:, None], K[:, None], V[:, None])[:, 0]
@@ -98,8 +103,10 @@ def packed_sdpa(Q: Tensor, K: Tensor, V: Tensor, *, backend: str, formulation: s
 
 
 def packed_baselines(Q: Tensor, K: Tensor, V: Tensor) -> Usable:
-    """Every packed_sdpa that runs on Q [N, H, D], K [N, L, D], V [N, L, Dv]. Names are
-    "sdpa_<backend>_<formulation>"."""
+    """Every packed_sdpa that runs on Q [N, H, D], K [N, L, D], V [N, L, Dv].
+
+    Names are "sdpa_<backend>_<formulation>".
+    """
     calls = {
         f"sdpa_{backend}_{form}": partial(packed_sdpa, Q, K, V, backend=backend, formulation=form)
         for backend in BACKENDS

@@ -19,8 +19,10 @@ def quantile(samples: Sequence[float], q: float) -> float:
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of the median by order statistics; distribution-free, no outlier dropped. n =
-    30 gives the 10th..21st value, n = 100 the 40th..61st. None for fewer than 6 samples."""
+    """95 % interval of the median by order statistics; distribution-free, no outlier dropped.
+
+    n = 30 gives the 10th..21st value, n = 100 the 40th..61st. None for fewer than 6 samples.
+    """
     ordered = sorted(samples)
     n = len(ordered)
     if n < MIN_CI_N:
@@ -72,13 +74,15 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def instability(samples: Sequence[float], resolution: float) -> list[str]:
-    """Why these samples do not settle on a median, if they do not. The last third left the first by
-    over 2 %, and they rise or fall by more than chance; or the middle half spreads over 3 % and the
-    median's interval is still wider than +-1 %, the least noise floor; or it spreads over 15 %.
-    Each only beyond the clock's `resolution` (same unit). The 3 % alone would call every short
-    kernel unstable: they always spread, and many samples still fix the median, which is what is
-    claimed. The 2 % alone would call a third of long ones so, of which there are ten samples:
-    clocks under a power cap jump by that much from one to the next."""
+    """Why these samples do not settle on a median, if they do not.
+
+    The last third left the first by over 2 %, and they rise or fall by more than chance; or the
+    middle half spreads over 3 % and the median's interval is still wider than +-1 %, the least
+    noise floor; or it spreads over 15 %. Each only beyond the clock's `resolution` (same unit). The
+    3 % alone would call every short kernel unstable: they always spread, and many samples still fix
+    the median, which is what is claimed. The 2 % alone would call a third of long ones so, of which
+    there are ten samples: clocks under a power cap jump by that much from one to the next.
+    """
     why = []
     centre = statistics.median(samples)
     spread = quantile(samples, 0.75) - quantile(samples, 0.25)

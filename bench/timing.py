@@ -100,8 +100,10 @@ class Samples:
     """One time per ABBA or BAAB group, in us and in order: the mean of the candidate's two calls,
     of the baseline's two, and their ratio. A call after the other's finds its code out of the
     instruction caches and takes 3 us longer: single calls would have two modes and no settled
-    median. timed_us: all that the clock said; elapsed_us: of another counter of the host,
-    meanwhile."""
+    median.
+
+    timed_us: all that the clock said; elapsed_us: of another counter of the host, meanwhile.
+    """
 
     ours: list[float] = field(default_factory=list)
     base: list[float] = field(default_factory=list)
@@ -225,8 +227,10 @@ def _throughput(
 
 
 def save_samples(row: BenchRow, samples: Samples) -> None:
-    """Append raw times to bench/samples.jsonl of the report's folder, when there is one. Of a long
-    series every k-th is kept (`every`): a full matrix has thousands of cases."""
+    """Append raw times to bench/samples.jsonl of the report's folder, when there is one.
+
+    Of a long series every k-th is kept (`every`): a full matrix has thousands of cases.
+    """
     folder = out_dir()
     if folder is None:
         return
@@ -251,10 +255,12 @@ def measure(
     ceiling: Ceilings | None = None, nominal: Ceilings | None = None, cold: bool = True,
     budget: Budget | None = None, save: Callable[[BenchRow, Samples], None] = save_samples,
 ) -> BenchRow:  # fmt: skip
-    """Time one case by the rules above; every outcome is a row, sent to the runner. nominal bounds
-    what can be true, ceiling is what shares are taken of (both default to the gpu's nominal
-    numbers). A wrong result gives FAILED, an impossible time or a path that did not run INVALID,
-    too little memory or an unsupported shape SKIPPED; none of these carries a number."""
+    """Time one case by the rules above; every outcome is a row, sent to the runner.
+
+    nominal bounds what can be true, ceiling is what shares are taken of (both default to the
+    gpu's nominal numbers). A wrong result gives FAILED, an impossible time or a path that did not
+    run INVALID, too little memory or an unsupported shape SKIPPED; none of these carries a number.
+    """
     from nsa.dispatch import RouteUnavailable
 
     budget = budget or Budget()
@@ -299,8 +305,10 @@ def _walls(
     clock: Clock, both: Sequence[Turns], device_us: Sequence[float]
 ) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """Host time per call of each contender, taking turns, round by round, and how much of it the
-    host was busy; of a long call, whose host time is its device time, few are made. Raises
-    NotProven unless what the launchers counted are the launches of these calls."""
+    host was busy; of a long call, whose host time is its device time, few are made.
+
+    Raises NotProven unless what the launchers counted are the launches of these calls.
+    """
     calls = [turns.contender.call for turns in both]
     often = [
         1 if us > WALL_US else max(2, min(100, int(WALL_US / max(us, clock.wall(call, 2)))))
@@ -341,10 +349,12 @@ def _baseline(
     case: Case, base: Contender, times: Sequence[float], clock: Clock, cold: bool,
     ceiling: Ceilings, shaky: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Columns of the baseline as work that was measured: what ran, and its share of the ceiling. On
-    a host, which others use as well, and where its times are `shaky`, which is told beside them, it
-    is held to its fastest sample. Raises NotProven for a baseline that is not what its name says,
-    or far slower than it can be."""
+    """Columns of the baseline as work that was measured: what ran, and its share of the ceiling.
+    On a host, which others use as well, and where its times are `shaky`, which is told beside
+    them, it is held to its fastest sample.
+
+    Raises NotProven for a baseline that is not what its name says, or far slower than it can be.
+    """
     ran = watch(base.watched or base.call) if base.path == "sdpa" else Ran()
     work = base if base.bytes_needed or base.flops else case
     why = why_another(base.attends, base.name, ran)

@@ -207,8 +207,11 @@ def _code(fn: Any, seen: set[int]) -> Iterator[str]:
 
 def compile_case(case: AotCase, arch: int) -> tuple[Resources, str]:
     """Compile for compute capability `arch` (90 for sm_90): the resources used, and a hash of the
-    PTX. Pointers and strides count as multiples of 16, as the launchers see to it. Raises
-    ValueError when a case misses or invents an argument of its kernel, or has no `parting`."""
+    PTX.
+
+    Pointers and strides count as multiples of 16, as the launchers see to it. Raises ValueError
+    when a case misses or invents an argument of its kernel, or has no `parting`.
+    """
     made = compiled(case, arch)
     ptx, barriers = made.asm["ptx"], 0
     if case.parting:
@@ -261,9 +264,11 @@ def ones_of(cases: list[AotCase]) -> Iterator[tuple[AotCase, list[str]]]:
 
 
 def lower_case(case: AotCase, arch: int, ones: Collection[str]) -> None:
-    """Only read the kernel, a fraction of what compiling takes, with these int arguments 1. Triton
-    takes an int of 1 for a constant, on which methods of its tensors fail. Raises what Triton
-    raises."""
+    """Only read the kernel, a fraction of what compiling takes, with these int arguments 1.
+
+    Triton takes an int of 1 for a constant, on which methods of its tensors fail. Raises what
+    Triton raises.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import ir, make_backend
 

@@ -53,8 +53,10 @@ def _set_random_state(state: Tensor) -> None:
 
 class Checkpoints:
     """Saves into `folder` every `every` steps (0: only at the end) and resumes from its latest.
+
     about: what the run is (sizes, seed, ...); a checkpoint of something else is refused with a
-    CheckpointError that names the difference. resume=False ignores what is there."""
+    CheckpointError that names the difference. resume=False ignores what is there.
+    """
 
     def __init__(self, folder: Path, about: dict, *, every: int = 0, resume: bool = False) -> None:
         self.folder, self.every, self.wanted = Path(folder), every, resume
@@ -76,8 +78,10 @@ class Checkpoints:
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, draw: torch.Generator,
         rows: list[dict], norms: list[float], measured: dict[str, Any],
     ) -> Path:  # fmt: skip
-        """Write the state after `step` steps; older checkpoints but one go away. rows, norms and
-        measured are what a resumed run is given back, as JSON."""
+        """Write the state after `step` steps; older checkpoints but one go away.
+
+        rows, norms and measured are what a resumed run is given back, as JSON.
+        """
         rank, world = _ranks()
         final = self.folder / f"step-{step:08d}"
         part = self.folder / f".{final.name}.part"

@@ -72,8 +72,10 @@ def compile_only(arch: int) -> SimpleNamespace:
 
 
 def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
-    """Let everything in this process take CPU tensors for ones of such a GPU from now on. compiled
-    gets (name, registers, bytes of stack) of every kernel that a launch compiles, by hash."""
+    """Let everything in this process take CPU tensors for ones of such a GPU from now on.
+
+    compiled gets (name, registers, bytes of stack) of every kernel that a launch compiles, by hash.
+    """
     driver.set_active(compile_only(arch))
     for found in pkgutil.walk_packages(kernels.__path__, "nsa.kernels."):
         importlib.import_module(found.name)

@@ -38,9 +38,11 @@ NOT_COPIED = [".venv*", ".deps", "artifacts/*/**", "**/__pycache__", ".pytest_ca
 
 
 def run_report(root: Path, profile: str) -> dict[str, Any]:
-    """Run the runner in `root` and return {"exit_code", "name", "archive"}. archive is the bundle
-    folder as a .tgz (bytes), or None with "name" None when the runner left no bundle.json behind or
-    could not redact it; the runner's own exit code is kept either way."""
+    """Run the runner in `root` and return {"exit_code", "name", "archive"}.
+
+    archive is the bundle folder as a .tgz (bytes), or None with "name" None when the runner left no
+    bundle.json behind or could not redact it; the runner's own exit code is kept either way.
+    """
     with tempfile.TemporaryDirectory() as out:
         code = subprocess.run([*RUNNER, out, "--profile", profile], cwd=root).returncode
         bundles = [p for p in Path(out).rglob("bundle.json") if "prev" not in p.parts]
@@ -114,9 +116,11 @@ def propose(folder: Path, bundle: dict[str, Any], config: Path) -> int:
 
 
 def pr_body(bundle: dict[str, Any]) -> str:
-    """The pull-request text for one bundle (the contents of its bundle.json). Proposes a threshold
-    only where the bundle's own recommendation names one; otherwise it says that no length qualifies
-    and which cell decided it."""
+    """The pull-request text for one bundle (the contents of its bundle.json).
+
+    Proposes a threshold only where the bundle's own recommendation names one; otherwise it says
+    that no length qualifies and which cell decided it.
+    """
     device, git = bundle["device"], bundle["git"]
     recommend = bundle.get("recommend") or {}
     min_l = recommend.get("sel_triton_min_L")

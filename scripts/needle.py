@@ -136,8 +136,10 @@ def search(
     case: Case, n_sel: int, *, all_rows: bool = False,
     select: Callable[..., Tensor] = select_blocks, backend: str | None = None,
 ) -> Result:  # fmt: skip
-    """Select blocks, attend to them, and compare with dense attention. all_rows: run every query of
-    the prefill, as a model does, and not only the searching ones."""
+    """Select blocks, attend to them, and compare with dense attention.
+
+    all_rows: run every query of the prefill, as a model does, and not only the searching ones.
+    """
     tokens, queries = case.k.shape[1], case.needles.shape[0]
     first = 0 if all_rows else tokens - queries
     q = case.q[:, first:]

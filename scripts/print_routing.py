@@ -83,9 +83,11 @@ def call_kernels(dtype: str, config: NSAConfig) -> list[dict[str, Any]]:
 
 
 def routing(dtype: str, head_dim: int, config: NSAConfig | None = None) -> dict:
-    """Return flags, ladder and decisions on the current device as one JSON object. PREFILL is all
-    branches in one operator; where it is not taken, each branch goes its own way, selection then
-    without the threshold, which is about selection_attention by itself."""
+    """Return flags, ladder and decisions on the current device as one JSON object.
+
+    PREFILL is all branches in one operator; where it is not taken, each branch goes its own way,
+    selection then without the threshold, which is about selection_attention by itself.
+    """
     config = config or PAPER
     sized = replace(config, d_k=head_dim, d_v=head_dim)
     cuda = torch.cuda.is_available()

@@ -86,8 +86,11 @@ def prepare(
     model: NSALanguageModel, mesh: DeviceMesh | None, *, recompute: bool = False,
     compiled: bool = False, backend: str = "inductor",
 ) -> NSALanguageModel:  # fmt: skip
-    """Compile, recompute and shard the model block by block, in place. Only the forward functions
-    are replaced: names of parameters stay, and FSDP's hooks run outside of compiled code."""
+    """Compile, recompute and shard the model block by block, in place.
+
+    Only the forward functions are replaced: names of parameters stay, and FSDP's hooks run outside
+    of compiled code.
+    """
     faster = functools.partial(torch.compile, backend=backend)
     for block in model.blocks:
         if compiled:

@@ -41,7 +41,9 @@ MIN_FALL_NATS = 0.1  # random bytes start at ln 256 = 5.5; twenty steps already 
 
 def ngram_cross_entropy(train: Tensor, held_out: Tensor, order: int) -> float:
     """Return nats per byte of `held_out` under a byte n-gram model of `train` (add-one smoothing).
-    order 1: each byte alone; order 2: each byte given the one before it."""
+
+    order 1: each byte alone; order 2: each byte given the one before it.
+    """
 
     cells = lambda text: text[1:] if order == 1 else text[:-1] * VOCAB + text[1:]
     counts = torch.bincount(cells(train), minlength=VOCAB**order).double() + 1.0
@@ -78,10 +80,12 @@ def worst(probes: Sequence[Probe]) -> Probe:
 def causality_probe(
     logits_of: Callable[[Tensor], Tensor], tokens: Tensor, positions: list[int], tolerance: float
 ) -> Probe:
-    """Replace every token after t and compare the logits: none at or before t may move. logits_of:
-    tokens [B, S] -> logits [B, S, vocab]. Each t gets its own edit of all later tokens; every
-    edited byte differs from the original one. Each goes through the model alone, as a matrix
-    product may add up rows in another order by where they stand in a batch."""
+    """Replace every token after t and compare the logits: none at or before t may move.
+
+    logits_of: tokens [B, S] -> logits [B, S, vocab]. Each t gets its own edit of all later tokens;
+    every edited byte differs from the original one. Each goes through the model alone, as a matrix
+    product may add up rows in another order by where they stand in a batch.
+    """
     generator = torch.Generator().manual_seed(0)
     base = logits_of(tokens).float()
     before, after = [], []

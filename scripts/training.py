@@ -71,8 +71,10 @@ def windows(text: Tensor, starts: Tensor, seq: int) -> Tensor:
 
 @dataclass
 class Measured:
-    """What a run measured so far; checkpoints carry it, so a resumed run adds to it. first_step_s
-    has the kernels' compilation in it; timed_steps and timed_s are the steps after."""
+    """What a run measured so far; checkpoints carry it, so a resumed run adds to it.
+
+    first_step_s has the kernels' compilation in it; timed_steps and timed_s are the steps after.
+    """
 
     first_step_s: float = 0.0
     timed_steps: int = 0
@@ -172,11 +174,13 @@ def train(
     mesh: DeviceMesh | None = None, checkpoints: Checkpoints | None = None,
     stop_at: int | None = None,
 ) -> Run:  # fmt: skip
-    """Train for preset.steps steps; losses stay on the device between two log points. make: builds
-    the model, sharded over `mesh` where there is one (default: NSALanguageModel on `device`, with
-    `flags` or training_flags()). The batches depend on seed and step alone; each rank of `mesh`
-    takes its share. checkpoints: where to save, and from where to go on. stop_at: leave after so
-    many steps, with a checkpoint; the schedule stays that of preset.steps."""
+    """Train for preset.steps steps; losses stay on the device between two log points.
+
+    make: builds the model, sharded over `mesh` where there is one (default: NSALanguageModel on
+    `device`, with `flags` or training_flags()). The batches depend on seed and step alone; each
+    rank of `mesh` takes its share. checkpoints: where to save, and from where to go on. stop_at:
+    leave after so many steps, with a checkpoint; the schedule stays that of preset.steps.
+    """
     rank, world = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
     if preset.batch % world:
         raise ValueError(f"batch must be a multiple of the {world} ranks, got {preset.batch}")

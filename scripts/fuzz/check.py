@@ -223,7 +223,9 @@ BRANCHES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
 
 def check_decode(case: Case, device: str) -> float:
     """Prefill caches of their own lengths, stack them, then append, attend and take back by steps.
-    Rows of the buffers that nobody wrote hold NaN."""
+
+    Rows of the buffers that nobody wrote hold NaN.
+    """
     g, dtype = case.geometry, DTYPES[case.dtype]
     draw = torch.Generator().manual_seed(case.seed)
     config = NSAConfig(dim=8, heads=g.G * g.h, groups=g.G, d_k=g.Dk, d_v=g.Dv, window=g.w,

@@ -46,9 +46,12 @@ def seen_keys(case: Case, kind: str, one: dict[str, Tensor]) -> Tensor:
 
 @dataclass
 class Part:
-    """Attention of one branch over one sequence in fp64. right, sizes: out and the gradients of q,
-    k and v, and the sums of the magnitudes of what they are sums of: rounding is in proportion to
-    these. logits [S, HQ]: the same of a row's scores, the largest. lse [S, HQ]."""
+    """Attention of one branch over one sequence in fp64.
+
+    right, sizes: out and the gradients of q, k and v, and the sums of the magnitudes of what they
+    are sums of: rounding is in proportion to these. logits [S, HQ]: the same of a row's scores, the
+    largest. lse [S, HQ].
+    """
 
     right: dict[str, Tensor]
     sizes: dict[str, Tensor]
