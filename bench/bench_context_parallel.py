@@ -23,14 +23,11 @@ gloo, which proves the code, not its speed: give small sizes then.
 Exit code: 0 timed, 1 a result is wrong, 2 usage.
 """
 
-from __future__ import annotations
-
-import argparse
-import contextlib
 import itertools
 import os
 import secrets
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,14 +43,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.decode_graph import capture
-from bench.main import Line, bench_parser, names, parsed
+from bench.main import Line, bench_parser, parsed
 from bench.parity import Parity, measure_parity
 from bench.prefill_inputs import row_output
 from bench.proof import Marks
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.ranks import (
     Timed,
-    add_timeout,
     leave_ranks,
     of_all,
     of_first,
@@ -88,12 +84,17 @@ SAMPLES = 4  # rows that each rank checks
 STEPS = 16  # of decode in a sample: one of them is short beside what a clock of the host adds
 
 
+def sizes(args: Namespace) -> dict[str, int]:
+    return dict(l=args.l, d=args.d, l_sel=args.l_sel, n_sel=args.n_sel, window=args.w)
+
+
 class Sequence1:
     """One sequence, spread over `group`, or whole on this rank for group None."""
 
-    def __init__(self, args: argparse.Namespace, S: int, group: Any, device: torch.device) -> None:
+    captured: dict[str, int] | None = None  # launches of a CUDA graph that is replayed
+
+    def __init__(self, args: Namespace, S: int, group: Any, device: torch.device) -> None:
         self.args, self.S, self.group = args, S, group
-        self.sizes = dict(l=args.l, d=args.d, l_sel=args.l_sel, n_sel=args.n_sel, window=args.w)
         where = dict(device=device, dtype=args.torch_dtype)
         # Keys and values by one seed on every rank, so that any rank can check against all of them.
         gen = torch.Generator(device).manual_seed(S)
@@ -118,7 +119,8 @@ class Sequence1:
 
     def forward(self) -> Tensor:
         pool = lambda x: mean_pool(x, self.args.l, self.args.d)
-        how = dict(backend=self.args.backend, flags=self.args.flags, return_aux=True, **self.sizes)
+        how = dict(backend=self.args.backend, flags=self.args.flags, return_aux=True)
+        how |= sizes(self.args)
         if self.group is None:
             q, k, v, *rest = self.tensors
             out, aux = nsa_attention(q, pool(k), pool(v), *rest, **how)
@@ -135,13 +137,12 @@ class Sequence1:
         q, gates = leaf(self.q[:, self.rows]), leaf(self.gates[:, self.rows])
         kv = {n: leaf(x) for n, x in self.whole.items()}
         keys = {n: mean_pool(x, s.l, s.d) if n.endswith("cmp") else x for n, x in kv.items()}
-        outs = []
-        for i, row in enumerate(self.rows):
-            take = lambda name, a, b, i=i: (
-                gates[:, i : i + 1] if name == "gates" else keys[name][:, a:b]
-            )
-            chosen = self.blocks[:, row : row + 1]
-            outs.append(row_output("full", s, int(self.at[row]), q[:, i : i + 1], take, chosen))
+        take = lambda i, name, a, b: gates[:, i : i + 1] if name == "gates" else keys[name][:, a:b]
+        outs = [
+            row_output("full", s, int(self.at[row]), q[:, i : i + 1], partial(take, i),
+                       self.blocks[:, row : row + 1])
+            for i, row in enumerate(self.rows)
+        ]  # fmt: skip
         out = torch.cat(outs, 1)
         if not grads:
             return [out]
@@ -163,31 +164,41 @@ class Sequence1:
         dq, *dkv, dgates = torch.autograd.grad(out, self.tensors, do)
         return [out[:, self.rows].detach(), dq[:, self.rows], dgates[:, self.rows], *dkv]
 
-    def renew(self) -> None:
-        """Other queries and, for the backward, other gradients of the output."""
+    def calls(self, grads: bool) -> list[Callable[[], Any]]:
+        """A sample: a call on other queries than before and, backward, other gradients."""
         for x in (self.q, self.do):
             x.detach().normal_(generator=self.draws)
+        if not grads:
+            return [torch.no_grad()(lambda: [self.forward()])]
+        out = self.forward()
+        return [lambda: [out, *torch.autograd.grad(out, self.tensors, self.do)]]
+
+    def parts(self, result: Sequence[Tensor]) -> list[Tensor]:
+        """The sampled rows of a call's output and, backward, of the gradients of q and gates."""
+        kept = [result[0].detach(), result[1], result[-1]] if len(result) > 1 else result
+        return [part[:, self.rows] for part in kept]
+
+    def judge_one(self, results: list, number: int, counts: Mapping[str, int], g: bool) -> Parity:
+        return self.judge(self.parts(results[0]), counts, g)
 
     def check(self, grads: bool) -> Parity:
         """The worst of the outputs and gradients."""
         with launches.recording() as counts:
             got = self.ours(grads)
-        return self.judge(got, counts, grads)
+        return self.judge(got, self.captured or counts, grads)
 
     def judge(self, got: Sequence[Tensor], counts: Mapping[str, int], grads: bool) -> Parity:
         """The worst of these sampled rows: of the output, and of gradients as far as given."""
         want, same = self.exact(torch.float64, grads), self.exact(self.args.torch_dtype, grads)
-        found = []
-        for name, g, w, s in zip(
-            ("out", "dq", "dgates", *(f"d{n}" for n in KV)), got, want, same, strict=False
-        ):
-            size = max(1.0, w.abs().max().item())
-            found.append(measure_parity(
+        names = ("out", "dq", "dgates", *(f"d{n}" for n in KV))
+        return worst([
+            measure_parity(
                 f"context_parallel/{name}/S={self.S}", name, g, w, s,
                 path_requested=self.args.backend, path_taken=self.path(), launches=counts,
-                limit_mae=2e-3 * size,
-            ))  # fmt: skip
-        return worst(found)
+                limit_mae=2e-3 * max(1.0, w.abs().max().item()),
+            )
+            for name, g, w, s in zip(names, got, want, same, strict=False)
+        ])  # fmt: skip
 
     def path(self) -> str | None:
         """The route of all branches, None where they differ."""
@@ -196,9 +207,11 @@ class Sequence1:
 
 
 class Decode(Sequence1):
-    """The newest token of one sequence, whose cache lies over `group`, or on this rank for None."""
+    """The newest token of one sequence, whose cache lies over `group`, or on this rank for None. A
+    sample is of STEPS steps in a row, each on other queries; bringing these and keeping outputs is
+    in the time."""
 
-    def __init__(self, args: argparse.Namespace, S: int, group: Any, device: torch.device) -> None:
+    def __init__(self, args: Namespace, S: int, group: Any, device: torch.device) -> None:
         self.args, self.S, self.group = args, S, group
         where = dict(device=device, dtype=args.torch_dtype)
         # All by one seed on every rank: the same token, and any rank can check it.
@@ -207,95 +220,63 @@ class Decode(Sequence1):
         self.whole = {n: draw(S, args.G, args.D) for n in KV}
         self.q, self.gates = draw(1, args.HQ, args.D), draw(1, args.HQ, 3).sigmoid_()
         self.at, self.rows = torch.tensor([S - 1]), [0]
-        heads = dict(dim=args.D, heads=args.HQ, groups=args.G, d_k=args.D, d_v=args.D)
-        blocks = dict(l=args.l, d=args.d, l_sel=args.l_sel, n_sel=args.n_sel, window=args.w)
-        config = NSAConfig(**heads, **blocks, phi="mean")
+        config = NSAConfig(args.D, args.HQ, args.G, args.D, args.D, **sizes(args), phi="mean")
         if group is None:
-            self.cache = NSACache(config, args.B, S, **where)
+            self.cache: Any = NSACache(config, args.B, S, **where)
         else:
             self.cache = ParallelNSACache(config, args.B, S, group=group, check=False, **where)
         pool = lambda x: mean_pool(x, args.l, args.d)
         self.cache.append(BranchKV(**self.whole), pool, pool)
-        call = lambda: nsa_decode(
+        self.step = lambda: nsa_decode(
             self.q, self.cache, None, self.gates, backend=args.backend, flags=args.flags
         )
-        with dispatch.trace() as taken, noted_exchanges() as sent:
-            call()
+        real, self.sent_bytes = exchange._ALL_GATHER, 0
+
+        def noted(out: Tensor, x: Tensor, **how: Any) -> Any:
+            self.sent_bytes += x.nbytes
+            return real(out, x, **how)
+
+        with dispatch.trace() as taken, mock.patch.object(exchange, "_ALL_GATHER", noted):
+            self.step()
         self.routes = {one.branch.value: one.route.value for one in taken}
-        self.sent_bytes = sum(sent)
-        self.step = call
         if device.type == "cuda":
-            self.step, self.captured = capture(call)
+            self.step, self.captured = capture(self.step)
 
     def forward(self) -> Tensor:
         out, self.blocks = self.step()
         return out
 
-    def check(self, grads: bool) -> Parity:
-        if self.q.is_cuda:
-            return self.judge([self.forward()], self.captured, grads)
-        return super().check(grads)
+    def calls(self, grads: bool) -> list[Callable[[], Any]]:
+        def one(q: Tensor) -> list[Tensor]:
+            self.q.copy_(q)
+            return [x.clone() for x in self.step()]  # a graph's next replay overwrites them
+
+        draw = lambda: torch.empty_like(self.q).normal_(generator=self.draws)
+        self.queries = [draw() for _ in range(STEPS)]
+        return [partial(one, q) for q in self.queries]
+
+    def parts(self, result: Sequence[Tensor]) -> list[Tensor]:
+        return [result[0]]
+
+    def judge_one(self, results: list, number: int, counts: Mapping[str, int], g: bool) -> Parity:
+        at = number % STEPS
+        self.q.copy_(self.queries[at])
+        out, self.blocks = results[at]
+        return self.judge([out], self.captured or counts, g)
 
     def numbers(self) -> dict[str, Any]:
         """Columns of the CSV."""
         kept = [x for x in vars(self.cache).values() if isinstance(x, Tensor)]
-        size = sum(x.numel() * x.element_size() for x in kept)
-        return {"cache_mib": size / 2**20, "sent_bytes": self.sent_bytes}
-
-
-@contextlib.contextmanager
-def noted_exchanges() -> Iterator[list[int]]:
-    """Bytes that this rank gives to each all-gather inside the block."""
-    real, sent = exchange._ALL_GATHER, []
-
-    def noted(out: Tensor, x: Tensor, **how: Any) -> Any:
-        sent.append(x.numel() * x.element_size())
-        return real(out, x, **how)
-
-    with mock.patch.object(exchange, "_ALL_GATHER", noted):
-        yield sent
-
-
-def timed_steps(x: Decode, n: int, group: Any, judged: int) -> Timed:
-    """timed() of n times STEPS steps in a row, each on other queries; bringing a query and keeping
-    its output are in the time. One step of sample `judged` is judged."""
-    found, marks, cuda = Timed(), Marks(), x.q.is_cuda
-
-    def step(q: Tensor) -> tuple[Tensor, Tensor]:
-        x.q.copy_(q)
-        out, blocks = x.step()
-        return out.clone(), blocks.clone()  # a graph's next replay overwrites them
-
-    for i in range(n + 2):
-        queries = [torch.empty_like(x.q).normal_(generator=x.draws) for _ in range(STEPS)]
-        into = found if i >= 2 else Timed()
-        with launches.recording() as counts:
-            results = into.time([partial(step, q) for q in queries], group, cuda)
-        if i == 0 and cuda:
-            torch.cuda.reset_peak_memory_stats()
-        if i < 2:
-            continue
-        for out, _ in results:
-            marks.leave(out)
-        if i - 2 == judged:
-            at = judged % STEPS
-            x.q.copy_(queries[at])
-            out, x.blocks = results[at]
-            found.judged.append(x.judge([out], x.captured if cuda else counts, False))
-    found.check(marks, "nsa")
-    return found
+        return {"cache_mib": sum(x.nbytes for x in kept) / 2**20, "sent_bytes": self.sent_bytes}
 
 
 def made(
-    args: argparse.Namespace, S: int, direction: str, group: Any, device: torch.device
+    args: Namespace, S: int, direction: str, group: Any, device: torch.device
 ) -> tuple[Sequence1, Callable[[Any, int], Timed]]:
     """The inputs of a direction, and a function that times its calls on them: (group, number of the
     judged sample) -> Timed."""
-    if direction == "decode":
-        x = Decode(args, S, group, device)
-        return x, lambda group, judged: timed_steps(x, args.iters, group, judged)
-    y = Sequence1(args, S, group, device)
-    return y, lambda group, judged: timed(y, direction, args.iters, group, judged)
+    x = (Decode if direction == "decode" else Sequence1)(args, S, group, device)
+    return x, partial(timed, x, direction, args.iters)
 
 
 def worst(parities: Sequence[Parity]) -> Parity:
@@ -304,29 +285,22 @@ def worst(parities: Sequence[Parity]) -> Parity:
 
 
 def timed(x: Sequence1, direction: str, n: int, group: Any, judged: int) -> Timed:
-    """Time n calls, each on other queries than the ones before, on all ranks of `group` together.
-    The output of number `judged`, which is the same one on every rank, is judged."""
+    """Take n samples, of calls on other queries than the ones before, on all ranks of `group`
+    together. Of number `judged`, which is the same one on every rank, a result is judged."""
     found, marks, cuda, grads = Timed(), Marks(), x.q.is_cuda, direction == "bwd"
     counted = []
-    for i in range(n + 2):
-        x.renew()
-        out, call = None, torch.no_grad()(x.forward)
-        if grads:
-            out = x.forward()
-            call = lambda out=out: torch.autograd.grad(out, x.tensors, x.do)
-        before = Counter(launches.counts())
-        into = found if i >= 2 else Timed()
-        (result,) = into.time([call], group, cuda)
-        if i == 0 and cuda:
+    for i in range(-2, n):  # two of them warm up
+        calls, before = x.calls(grads), Counter(launches.counts())
+        results = (found if i >= 0 else Timed()).time(calls, group, cuda)
+        if i == -2 and cuda:
             torch.cuda.reset_peak_memory_stats()
-        if i < 2:
+        if i < 0:
             continue
         counted.append(Counter(launches.counts()) - before)
-        kept = [out.detach(), result[0], result[-1]] if grads else [result]
-        got = [part[:, x.rows] for part in kept]
-        marks.leave(got[-1])
-        if i - 2 == judged:
-            found.judged.append(x.judge(got, counted[-1], grads))
+        for result in results:
+            marks.leave(x.parts(result)[-1])
+        if i == judged:
+            found.judged.append(x.judge_one(results, judged, counted[-1], grads))
     found.check(marks, "nsa")
     if any(seen != counted[0] for seen in counted):
         found.why.append("timed calls launched different kernels")
@@ -334,15 +308,13 @@ def timed(x: Sequence1, direction: str, n: int, group: Any, judged: int) -> Time
 
 
 def case(
-    args: argparse.Namespace, S: int, direction: str, group: Any, device: torch.device,
+    args: Namespace, S: int, direction: str, group: Any, device: torch.device,
     base: list[float] | None, about: dict[str, Any],
 ) -> BenchRow:  # fmt: skip
     """Check and time one length; the same row on every rank. base: samples of one rank alone."""
     world = group.size()
-    columns: dict[str, Any] = {
-        "S": S, "world": world, "direction": direction, "B": args.B, "HQ": args.HQ, "G": args.G,
-        "D": args.D, **about,
-    }  # fmt: skip
+    columns: dict[str, Any] = {"S": S, "world": world, "direction": direction, **about}
+    columns |= {name: getattr(args, name) for name in ("B", "HQ", "G", "D")}
     head = dict(
         bench="context_parallel", case=f"context_parallel/{direction}/S={S}/W={world}",
         candidate=f"nsa on {world} ranks", baseline="nsa on 1 rank", path_requested=args.backend,
@@ -384,7 +356,7 @@ def case(
 
 
 def one_rank(
-    args: argparse.Namespace, S: int, direction: str, group: Any, device: torch.device
+    args: Namespace, S: int, direction: str, group: Any, device: torch.device
 ) -> list[float] | None:
     """Samples of rank 0 alone on the whole sequence, on every rank; None where it does not fit
     or is not wanted."""
@@ -406,18 +378,18 @@ def one_rank(
     return of_first(answer, group)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> Namespace:
     cuda = torch.cuda.is_available()
     sizes = {
         "B": 1, "HQ": 64 if cuda else 4, "G": 4 if cuda else 2, "D": 128 if cuda else 16, "l": 32,
         "d": 16, "l_sel": 64, "n_sel": 16, "w": 512, "iters": 10,
     }  # fmt: skip
-    parser = bench_parser(__doc__, lengths=[65536, 262144] if cuda else [512], sizes=sizes)
-    parser.add_argument("--directions", type=names("fwd", "bwd", "decode"), default=["fwd", "bwd"],
-                        help="from fwd, bwd and decode (default fwd,bwd)")  # fmt: skip
-    parser.add_argument("--alone", type=int, default=524288, metavar="S", help="time one GPU alone "
-                        "up to this length")  # fmt: skip
-    add_timeout(parser, 300.0)
+    parser = bench_parser(
+        __doc__, lengths=[65536, 262144] if cuda else [512], sizes=sizes, timeout_s=300.0,
+        lists={"directions": (("fwd", "bwd", "decode"), ["fwd", "bwd"], " (default fwd,bwd)")},
+    )  # fmt: skip
+    text = "time one GPU alone up to this length"
+    parser.add_argument("--alone", type=int, default=524288, metavar="S", help=text)
     args = parsed(parser, argv)
     unit = 2 * int(os.environ.get("WORLD_SIZE", "1")) * args.d
     for S in args.S_list:
@@ -433,7 +405,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def lines(args: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Iterator[Line]:
+def lines(args: Namespace, device: torch.device, about: dict[str, Any]) -> Iterator[Line]:
     """Every length and direction, the same on every rank."""
     group = dist.group.WORLD
     for S, direction in itertools.product(args.S_list, args.directions):

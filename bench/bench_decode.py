@@ -45,12 +45,10 @@ the device, which bound its loops.
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-from __future__ import annotations
-
-import argparse
 import gc
 import itertools
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -73,7 +71,6 @@ from bench.records import BenchRow, note, positive, shrunk
 from bench.timing import Budget, Case, Contender, Unbuilt, measure
 from nsa.config import NSAConfig
 from nsa.flags import get_flags
-from nsa.fp8 import KVCacheDtype
 from nsa.module import NSAAttention
 
 SIZES = {
@@ -110,9 +107,6 @@ COLUMNS = (
     "l", "d", "l_sel", "n_sel", "w", "T", "alike", "blocks_together", "dtype", "kv_cache_dtype",
     "kv_error", *PROVENANCE,
 )  # fmt: skip
-
-
-# ---- cases ---------------------------------------------------------------------------------------
 
 
 def case_name(batch: int, S: int, T: int) -> str:
@@ -161,83 +155,68 @@ def branch_case(step: Step, branch: str, columns: dict[str, Any]) -> Case:
     )  # fmt: skip
 
 
-class Cell:
+def cell(
+    layer: NSAAttention, batch: int, S: int, T: int, args: Namespace,
+    columns: dict[str, Any], tools: dict[str, Any], backend: str | None, fallbacks: set,
+) -> Unbuilt:  # fmt: skip
     """One batch size, context length and number of new tokens: the step's case, and what is timed
-    beside it."""
+    beside it. fallbacks gets why the step fell back."""
+    columns = {**columns, "B": batch, "S": S, "T": T}
+    built: list[tuple[Step, Case]] = []
 
-    def __init__(
-        self, layer: NSAAttention, batch: int, S: int, T: int, args: argparse.Namespace,
-        columns: dict[str, Any], tools: dict[str, Any], backend: str | None,
-    ) -> None:  # fmt: skip
-        self.layer, self.batch, self.S, self.T, self.args = layer, batch, S, T, args
-        self.columns = {**columns, "B": batch, "S": S, "T": T}
-        self.tools, self.backend = tools, backend
-        self.step: Step | None = None
-
-    def unbuilt(self) -> Unbuilt:
-        name = case_name(self.batch, self.S, self.T)
-        return Unbuilt("decode", name, self.build, self.columns, self.more)
-
-    def build(self) -> Case:
-        step = self.step = Step(
-            self.layer, self.batch, self.S, backend=self.backend, T=self.T, alike=self.args.alike,
-            kv_cache_dtype=self.args.kv_cache_dtype,
-        )  # fmt: skip
+    def build() -> Case:
+        step = Step(layer, batch, S, backend=backend, T=T, alike=args.alike,
+                    kv_cache_dtype=args.kv_cache_dtype)  # fmt: skip
         read = step.counted
-        self.columns |= {
+        columns.update({
             "reads_actual": read.cmp + read.sel + read.win, "reads_expected": read.expected_step,
             "reads_cmp": read.cmp, "reads_sel": read.sel, "reads_win": read.win,
             "reads_seen": step.seen, "fallback": step.fallback, "kv_error": step.kv_error(),
-        }  # fmt: skip
-        self.total = total_case(step, self.columns)
-        return self.total
+        })  # fmt: skip
+        fallbacks.add(step.fallback)
+        built.append((step, total_case(step, columns)))
+        return built[0][1]
 
-    def more(self, row: BenchRow) -> dict[str, Any]:
+    def more(row: BenchRow) -> dict[str, Any]:
         """Columns of the branches alone, of graphs and the layer, and all reads."""
-        step, mode, tools = self.step, self.args.branch_force_mode, self.tools
-        if step is None:  # it did not fit
+        if not built:  # it did not fit
             return {}
+        (step, total), mode = built.pop(), args.branch_force_mode
         wanted = BRANCHES if mode == "env" else () if mode == "none" else (mode,)
         parts = {
-            b: measure(branch_case(step, b, {**self.columns, "branch": b}), **tools) for b in wanted
+            b: measure(branch_case(step, b, {**columns, "branch": b}), **tools) for b in wanted
         }
         rows, missing = {}, {}
-        if self.args.more:
+        if args.more:
             try:
-                rows, missing = more_rows(self.layer, step, self.total, self.columns, tools)
+                rows, missing = more_rows(layer, step, total, columns, tools)
             except torch.cuda.OutOfMemoryError as error:
                 missing = {"graph or layer": f"out of memory: {str(error).splitlines()[0]}"}
-        read = step.counted
-        line: dict[str, Any] = {
+        states = lambda some: " ".join(f"{n}={one.status}" for n, one in some.items())
+        taken = [f"{b}={part.path_taken}" for b, part in parts.items() if part.path_taken]
+        both, read = {**parts, **rows}, step.counted
+        why = [*row.why, *(f"{n}: {w}" for n, one in both.items() for w in one.why)]
+        for reason in dict.fromkeys(missing.values()):
+            names = [name for name, why_not in missing.items() if why_not == reason]
+            why.append(f"no {' and '.join(names)}: {reason}")
+        return {
             "reads_actual": read.total, "reads_expected": read.expected,
             "reads_actual_decode": read.cmp + read.sel + read.win,
             "reads_expected_decode": read.expected_step,
             "blocks_together": step.keys_once()[1],
-            **part_columns([one.csv() for one in (*parts.values(), *rows.values())]),
+            **part_columns([one.csv() for one in both.values()]),
+            "branch_status": states(parts), "more_status": states(rows),
+            "branch_path": " ".join(taken), "why": "; ".join(why),
         }  # fmt: skip
-        for name, some in (("branch_", parts), ("more_", rows)):
-            line[f"{name}status"] = " ".join(f"{n}={one.status}" for n, one in some.items())
-        line["branch_path"] = " ".join(
-            f"{b}={part.path_taken}" for b, part in parts.items() if part.path_taken
-        )
-        by_reason: dict[str, list[str]] = {}
-        for name, why in missing.items():
-            by_reason.setdefault(why, []).append(name)
-        line["why"] = "; ".join([
-            *row.why, *(f"{n}: {w}" for n, one in {**parts, **rows}.items() for w in one.why),
-            *(f"no {' and '.join(names)}: {why}" for why, names in by_reason.items()),
-        ])  # fmt: skip
-        return line
 
-
-# ---- the command ---------------------------------------------------------------------------------
+    return Unbuilt("decode", case_name(batch, S, T), build, columns, more)
 
 
 def _lengths(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> Namespace:
     parser = bench_parser(__doc__, sizes=SIZES)
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="cells of B and S in one run, instead of --B, --S_list")
@@ -280,7 +259,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def shapes(args: argparse.Namespace, gpu: Gpu | None) -> list[tuple[int, int]]:
+def shapes(args: Namespace, gpu: Gpu | None) -> list[tuple[int, int]]:
     """(sequences, context) of each cell."""
     lengths = args.S_list or [256, 512]
     if gpu and not args.S_list:  # filling the cache without kernels takes quadratic time
@@ -293,36 +272,18 @@ def shapes(args: argparse.Namespace, gpu: Gpu | None) -> list[tuple[int, int]]:
     return list(dict.fromkeys((B, max(S // args.shrink, 1)) for B, S in cells))
 
 
-def layer_of(args: argparse.Namespace) -> NSAAttention:
+def layer_of(args: Namespace) -> NSAAttention:
     torch.manual_seed(0)
     return NSAAttention(args.config).to(device=args.device, dtype=DTYPES[args.dtype]).eval()
 
 
-def make_once(
-    layer: NSAAttention, batch: int, S: int, T: int, backend: str | None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-) -> None:  # fmt: skip
-    """The steps that a cell times, once each, so that their kernels are in the caches."""
-    step = Step(layer, batch, S, backend=backend, T=T, kv_cache_dtype=kv_cache_dtype)
-    step.total()()
-    if T == 1:
-        whole = ModuleStep(layer, step).eager()
-        prepare(whole)
-        whole()
-
-
-def cases(
-    args: argparse.Namespace, tools: dict[str, Any], backend: str | None, about: dict[str, Any]
-) -> Iterator[Unbuilt]:
+def cases(args: Namespace, tools: dict, backend: str | None, about: dict) -> Iterator[Unbuilt]:
     """Every batch size, context length and number of new tokens, on one layer."""
     gpu = tools["gpu"]
     columns = {**args.sizes, "dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype, **about}
     layer, fallbacks = layer_of(args), set()
     for (batch, S), T in itertools.product(shapes(args, gpu), args.T):
-        cell = Cell(layer, batch, S, T, args, columns, tools, backend)
-        yield cell.unbuilt()
-        fallbacks.add(cell.step and cell.step.fallback)
-        del cell
+        yield cell(layer, batch, S, T, args, columns, tools, backend, fallbacks)
         if gpu:  # graphs keep their memory until they are collected
             gc.collect()
             torch.cuda.empty_cache()
@@ -348,7 +309,14 @@ def main(argv: Sequence[str] | None = None, *, backend: str | None = None) -> in
     if args.compile_only:
         layer, gpu = layer_of(args), Gpu() if args.device == "cuda" else None
         for (batch, S), T in itertools.product(shapes(args, gpu), args.T):
-            make_once(layer, batch, S, T, backend, args.kv_cache_dtype)
+            # The steps that a cell times, once each, so that their kernels are in the caches.
+            how = dict(backend=backend, kv_cache_dtype=args.kv_cache_dtype)
+            step = Step(layer, batch, S, T=T, **how)
+            step.total()()
+            if T == 1:
+                whole = ModuleStep(layer, step).eager()
+                prepare(whole)
+                whole()
         return 0
     budget = Budget(min_n=args.iters, warm_calls=args.warmup)
     if args.quick or args.device == "cpu":

@@ -11,11 +11,9 @@ NSA_FA2_MIN_LEN_* is compared with. Parity against fp64 comes before and after e
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run (the reason is printed).
 """
 
-from __future__ import annotations
-
-import argparse
 import itertools
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
-from bench.main import bench_parser, card_tools, names, parsed, time_cases
+from bench.cases import truths
+from bench.main import bench_parser, card_tools, parsed, time_cases
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.records import note, shrunk
 from bench.roofline import Shape, bytes_needed, flops
@@ -72,29 +71,26 @@ class Branch:
         """Other queries on the same keys."""
         self.q.normal_(generator=torch.Generator(self.q.device).manual_seed(seed))
 
-    def run(self, lib: Any, **more: Any) -> Tensor:
-        s = self.shape
-        suffix = lib.__name__.rsplit(".", 1)[-1].replace("reference", "attention")
+    def run(self, lib: Any, *given: Tensor, **more: Any) -> Tensor:
+        """The branch by the function that a module has for it, on its inputs or given ones."""
+        names = {fa2: "fa2", sdpa: "sdpa", reference: "attention"}
+        s, name, inputs = self.shape, names.get(lib, "attention_triton"), given or self.inputs()
         if self.branch == "win":
-            return getattr(lib, f"sliding_{suffix}")(*self.inputs(), window=s.w, **more)
-        return getattr(lib, f"compressed_{suffix}")(*self.inputs(), l=s.l, d=s.d, **more)[0]
+            out = getattr(lib, f"sliding_{name}")(*inputs, window=s.w, **more)
+        else:
+            out = getattr(lib, f"compressed_{name}")(*inputs, l=s.l, d=s.d, **more)
+        return out[0] if isinstance(out, tuple) else out  # some give the lse as well
 
     def triton(self) -> Tensor:
         """The branch by its Triton kernel."""
         from nsa.kernels import prefill
 
-        s = self.shape
-        if self.branch == "win":
-            return prefill.sliding_attention_triton(*self.inputs(), window=s.w)[0]
-        return prefill.compressed_attention_triton(*self.inputs(), l=s.l, d=s.d)[0]
+        return self.run(prefill)
 
     @torch.no_grad()
     def exact(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """The PyTorch reference in `dtype`."""
-        s, wide = self.shape, [x.to(dtype) for x in self.inputs()]
-        if self.branch == "win":
-            return reference.sliding_attention(*wide, window=s.w)
-        return reference.compressed_attention(*wide, l=s.l, d=s.d)[0]
+        return self.run(reference, *(x.to(dtype) for x in self.inputs()))
 
 
 def baselines(x: Branch) -> list[Contender]:
@@ -119,19 +115,16 @@ def case_of(x: Branch, form: str, columns: dict[str, Any], baseline: Contender) 
         Contender("fa2", torch.no_grad()(lambda: x.run(fa2, form=form)), source,
                   (f"{source}_{form}",)),
         refill=x.refill, renew=x.renew, distinct=x.key_len > 1, inputs=x.inputs,
-        oracle=x.exact, same_dtype=lambda: x.exact(x.q.dtype),
-        baselines=[baseline], requested="fa2", bytes_needed=bytes_needed(x.shape, x.branch),
-        flops=flops(x.shape, x.branch), columns={**columns, "key_len": x.key_len or None},
+        **truths(x.exact, x.q.dtype), baselines=[baseline], requested="fa2",
+        bytes_needed=bytes_needed(x.shape, x.branch), flops=flops(x.shape, x.branch),
+        columns={**columns, "key_len": x.key_len or None},
     )  # fmt: skip
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> Namespace:
     sizes = {"B": 1, "HQ": 32, "G": 4, "D": 128, "w": 512, "l": 32, "d": 16}
-    parser = bench_parser(__doc__, lengths=LENGTHS, sizes=sizes, device_s=0.3)
-    parser.add_argument("--branches", type=names("win", "cmp"), default=["win", "cmp"],
-                        help="win, cmp or both")  # fmt: skip
-    parser.add_argument("--dtype", type=names(*DTYPES), default=list(DTYPES),
-                        help="bf16, fp16 or both")  # fmt: skip
+    lists = {"branches": (("win", "cmp"), ["win", "cmp"], ""), "dtype": (DTYPES, list(DTYPES), "")}
+    parser = bench_parser(__doc__, lengths=LENGTHS, sizes=sizes, lists=lists, device_s=0.3)
     parser.add_argument("--form", choices=("dense", "varlen"), default="dense")
     args = parsed(parser, argv)
     args.sizes = {name: getattr(args, name) for name in sizes}
@@ -139,7 +132,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def cases(args: argparse.Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
+def cases(args: Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
     """Each dtype, branch and length against each baseline that serves there."""
     for dtype, branch, S in itertools.product(args.dtype, args.branches, args.S_list):
         columns = {

@@ -20,15 +20,17 @@ captures before); a row of NSA without any is FAILED.
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-from __future__ import annotations
-
-import argparse
+import gc
 import itertools
+import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
@@ -36,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
-from bench import engine_vllm
 from bench.device import Gpu
 from bench.main import bench_parser, parsed
 from bench.provenance import COLUMNS as PROVENANCE
@@ -49,6 +50,7 @@ SIZES = {"dim": 2048, "heads": 32, "groups": 2, "dk": 128, "layers": 4, "vocab":
 DEVICE = "cuda", torch.bfloat16  # of the models
 LIMIT, WIDE_LIMIT = 0.05, 0.25
 WHO = ["nsa.generate", "transformers", "vllm"]
+TOP = 20  # logits of each step that vLLM gives out by default
 SHORT = 2048  # tokens of a prompt to which LIMIT applies
 COLUMNS = (
     "who", "cache", "how", "B", "S", "new", *SIZES, "prefill_s", "ms_per_step", "tokens_per_s",
@@ -110,16 +112,12 @@ def by_transformers(model: Any, ids: Tensor, new: int) -> Run:
     return Run(made.sequences, made.logits[-1], first - begin, steps, "eager")
 
 
-def last_of(model: NSALanguageModel, ids: Tensor) -> Tensor:
-    """Logits of the last token, from one forward of the whole text."""
-    return model(ids)[:, -1]
+# Logits of the last token, from one forward of the whole text.
+last_of = lambda model, ids: model(ids)[:, -1]
+last_of_transformers = lambda model, ids: model(ids, logits_to_keep=1).logits[:, -1]
 
 
-def last_of_transformers(model: Any, ids: Tensor) -> Tensor:
-    return model(ids, logits_to_keep=1).logits[:, -1]
-
-
-def llama(args: argparse.Namespace, attention: str) -> Any:
+def llama(args: Namespace, attention: str) -> Any:
     """A LlamaForCausalLM on DEVICE. Raises ImportError without Transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -137,11 +135,7 @@ def llama(args: argparse.Namespace, attention: str) -> Any:
     return model.to(*DEVICE).eval()
 
 
-def by_vllm(llms: list[Any], ids: Tensor, new: int) -> Run:
-    return Run(*engine_vllm.generated(llms, ids, new), "graph")
-
-
-def contenders(args: argparse.Namespace) -> Iterator[tuple[str, str, Runner, Whole]]:
+def contenders(args: Namespace) -> Iterator[tuple[str, str, Runner, Whole]]:
     """(who, cache, run, logits of a whole text at its last token) of those that --who names."""
     config = NSAConfig(args.dim, args.heads, args.groups, args.dk, args.dk)
     ours = NSALanguageModel(config, args.vocab, args.layers).to(*DEVICE).eval()
@@ -168,13 +162,79 @@ def contenders(args: argparse.Namespace) -> Iterator[tuple[str, str, Runner, Who
                 yield from in_vllm(args, model, "auto", whole, backend)
 
 
+@contextmanager
+def engine(
+    model: Any, batches: list[int], S: int, new: int, cache: str, attention: str | None = None
+) -> Iterator[list[Any]]:
+    """A list of one vllm.LLM, emptied at the end so that its memory is free whoever has the list.
+    model: an NSALanguageModel or a model of Transformers, for texts of S + new tokens; prompts in
+    one chunk each, decoding by CUDA graphs of batches of these sizes. attention: a backend of
+    vLLM's, None for its own choice. Raises ImportError without vLLM."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import vllm
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from nsa import NSALanguageModel
+    from nsa.integrations.vllm import register, save_for_vllm
+
+    with TemporaryDirectory() as folder:
+        if isinstance(model, NSALanguageModel):
+            register()
+            save_for_vllm(model, folder, max_len=S + new)
+        else:
+            model.save_pretrained(folder)
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY",
+                  "cudagraph_capture_sizes": batches}  # fmt: skip
+        made = [vllm.LLM(
+            folder, skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=cache,
+            attention_backend=attention, block_size=64, max_model_len=S + new,
+            max_num_batched_tokens=S, max_num_seqs=max(batches), gpu_memory_utilization=0.3,
+            enable_prefix_caching=False,  # each run computes its prompts
+            logprobs_mode="raw_logits", compilation_config=graphs,
+        )]  # fmt: skip
+    try:
+        yield made
+    finally:
+        made.clear()
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def by_vllm(llms: list[Any], ids: Tensor, new: int) -> Run:
+    """Of the logits vLLM tells the TOP largest. They and the texts are of a third run, since
+    handing logits out costs time."""
+    from vllm import SamplingParams
+
+    prompts: Any = [{"prompt_token_ids": x} for x in ids.tolist()]
+
+    def run(n: int, logits: int | None = None) -> tuple[Any, float]:
+        greedy = SamplingParams(
+            temperature=0, max_tokens=n, ignore_eos=True, detokenize=False, logprobs=logits
+        )
+        begin = clock()
+        made = llms[0].generate(prompts, greedy, use_tqdm=False)
+        return [x.outputs[0] for x in made], clock() - begin
+
+    first, whole = run(1)[1], run(new)[1]
+    made = run(new, TOP)[0]
+    tokens = torch.tensor([list(x.token_ids) for x in made], device=ids.device)
+    vocab = llms[0].llm_engine.vllm_config.model_config.get_vocab_size()
+    logits = torch.full((len(made), vocab), -torch.inf)
+    for row, x in zip(logits, made, strict=True):
+        for token, told in x.logprobs[-1].items():
+            row[token] = told.logprob
+    steps = (whole - first) / (new - 1)
+    return Run(torch.cat([ids, tokens], 1), logits.to(ids.device), first, steps, "graph")
+
+
 def in_vllm(
-    args: argparse.Namespace, model: Any, cache: str, whole: Whole, attention: str | None = None
+    args: Namespace, model: Any, cache: str, whole: Whole, attention: str | None = None
 ) -> Iterator[tuple[str, str, Runner, Whole]]:
     try:
         sizes = args.B_list, max(args.S_list), args.new
-        with engine_vllm.engine(model, *sizes, cache, attention) as llms:
-            name = engine_vllm.attention_of(llms).lower()
+        with engine(model, *sizes, cache, attention) as llms:
+            layers = llms[0].llm_engine.vllm_config.compilation_config.static_forward_context
+            name = next(iter(layers.values())).get_attn_backend().get_name().lower()
             yield f"vllm, {name}", cache, partial(by_vllm, llms), whole
     except ImportError as error:
         note(f"vLLM is not timed: {error}")
@@ -187,10 +247,7 @@ def off_by(told: Tensor, want: Tensor) -> float:
     return torch.inf if unknown.all(-1).any() else off.item()
 
 
-def timed(
-    run: Callable[[Tensor, int], Run], whole: Callable[[Tensor], Tensor], ids: Tensor, new: int,
-    limit: float, ours: bool,
-) -> dict[str, Any]:  # fmt: skip
+def timed(run: Runner, whole: Whole, ids: Tensor, new: int, limit: float, ours: bool) -> dict:
     """The columns of a row from prefill_s on."""
     run(ids, 3)  # compiles
     counted = []
@@ -218,7 +275,7 @@ def timed(
     }  # fmt: skip
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> Namespace:
     parser = bench_parser(__doc__, lengths=[32768], sizes=SIZES | {"new": (64, "tokens a text")},
                           shrinks=False)  # fmt: skip
     parser.add_argument("--who", nargs="+", choices=WHO, default=WHO, help="contenders")

@@ -20,11 +20,9 @@ installed. peer_commit is its commit, or the version that is installed.
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-from __future__ import annotations
-
-import argparse
 import itertools
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -36,8 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 
 from bench import peer_selection, peer_sfnsa
-from bench.bench_prefill import Passes, attention_case, case_name, check_key_gradients, judged
-from bench.main import bench_parser, card_tools, names, parsed, time_cases
+from bench.bench_prefill import Passes, attention_case, case_name, check_key_gradients
+from bench.cases import truths
+from bench.main import bench_parser, card_tools, parsed, time_cases
 from bench.peer_selection import SelectionPeer
 from bench.peer_sfnsa import Sfnsa
 from bench.prefill_inputs import SHARING, Prefill
@@ -79,7 +78,7 @@ def peer_contender(peer: Peer, direction: str) -> Contender:
         state = {"out": peer.forward(), "leaves": peer.leaves()}
         check_key_gradients(x, "full", state, peer.name, (), peer.gradients)
     truth = peer.exact if forward else lambda dtype: peer.gradients(dtype)[0]
-    return judged(peer.name, passes.call(peer.name), peer.name, x, truth)
+    return Contender(peer.name, passes.call(peer.name), peer.name, **truths(truth, x.q.dtype))
 
 
 class Match:
@@ -123,7 +122,7 @@ class Match:
         if row.median_us is None:
             return {}
         rival = next(c for c in self.made.baselines if c.name == row.baseline)
-        found: dict[str, Any] = {"choice": self.peer.choice() if self.peer else None}
+        found: dict[str, Any] = {"choice": self.peer and self.peer.choice()}
         for name, one in (("peak_mib", self.made.candidate), ("base_peak_mib", rival)):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -138,24 +137,15 @@ def peers_name(*case: Any) -> str:
     return case_name(*case).replace("prefill", "peers", 1)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> Namespace:
     default = Shape(1)
     parser = bench_parser(
         __doc__, lengths=[4096, 8192, 16384, 32768, 65536], device_s=1.0, shrinks=False,
         sizes={name: getattr(default, name) for name in SIZES},
+        lists={"selection": (peer_selection.PEERS, [], ": selection alone beside that of these"),
+               "sharing": (SHARING, SHARING[:1], ""), "directions": (DIRECTIONS, DIRECTIONS, "")},
     )  # fmt: skip
     parser.add_argument("--sfnsa", type=Path, metavar="FOLDER", help="checkout of sfnsa")
-    parser.add_argument(
-        "--selection",
-        type=names(*peer_selection.PEERS),
-        default=[],
-        help=f"selection alone beside that of {', '.join(peer_selection.PEERS)}",
-    )
-    parser.add_argument(
-        "--sharing", type=names(*SHARING), default=SHARING[:1], help=f"from {', '.join(SHARING)}"
-    )
-    parser.add_argument("--directions", type=names(*DIRECTIONS), default=DIRECTIONS,
-                        help=f"from {', '.join(DIRECTIONS)}")  # fmt: skip
     parser.add_argument("--no_dense", action="store_true", help="leave dense attention out")
     args = parsed(parser, argv)
     if args.sfnsa is None and args.no_dense and not args.selection:
@@ -169,7 +159,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def rivals_of(args: argparse.Namespace) -> Iterator[Rival]:
+def rivals_of(args: Namespace) -> Iterator[Rival]:
     """The contenders that were asked for. Raises ImportError for one that cannot be imported."""
     for name in [*["sfnsa"] * (args.sfnsa is not None), *args.selection]:
         try:
@@ -186,9 +176,7 @@ def rivals_of(args: argparse.Namespace) -> Iterator[Rival]:
         yield Rival("dense")
 
 
-def cases(
-    args: argparse.Namespace, rivals: list[Rival], about: dict[str, Any]
-) -> Iterator[Unbuilt]:
+def cases(args: Namespace, rivals: list[Rival], about: dict[str, Any]) -> Iterator[Unbuilt]:
     """Each length, direction and sharing against each contender that takes the direction."""
     sizes = {name: getattr(args, name) for name in SIZES}
     for S, direction, sharing, rival in itertools.product(

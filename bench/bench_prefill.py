@@ -26,11 +26,9 @@ longest S alone has the parts. All kernels are compiled side by side before the 
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-from __future__ import annotations
-
-import argparse
 import itertools
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -45,19 +43,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import spent
-from bench.main import bench_parser, card_tools, names, parsed, time_cases
+from bench import prefill_inputs, spent
+from bench.cases import truths
+from bench.main import bench_parser, card_tools, parsed, time_cases
 from bench.parity import measure_parity
-from bench.prefill_inputs import (
-    SHARING,
-    Pack,
-    Prefill,
-    Projections,
-    distinct_blocks,
-    sampled_gradients,
-)
+from bench.prefill_inputs import SHARING, Pack, Prefill, Projections, sampled_gradients
 from bench.provenance import COLUMNS as PROVENANCE
-from bench.records import BenchRow, emit, note, shrunk
+from bench.records import emit, note, shrunk
 from bench.roofline import Shape, bytes_needed, flops
 from bench.sdpa_baselines import BACKENDS, promised, usable
 from bench.timing import Budget, Case, Contender, Unbuilt
@@ -118,15 +110,6 @@ def dense_calls(x: Prefill) -> list[tuple[str, Callable[[], Tensor]]]:
     return [(found.label(name), call) for name, call in found.calls.items()]
 
 
-def judged(
-    name: str, call: Callable[[], Any], path: str, x: Prefill,
-    truth: Callable[[torch.dtype], Tensor], **more: Any,
-) -> Contender:  # fmt: skip
-    """A contender that computes something else than NSA does: truth(dtype) is its own result."""
-    return Contender(name, call, path, oracle=lambda: truth(torch.float64),
-                     same_dtype=lambda: truth(x.q.dtype), **more)  # fmt: skip
-
-
 def case_name(op: str, direction: str, shape: Shape, sharing: str = "random") -> str:
     """The name of a case: with the sizes that are not the paper's, and a sharing but random."""
     sizes = [f"{n}={getattr(shape, n)}" for n in SIZES if getattr(shape, n) != SIZES[n]]
@@ -150,12 +133,9 @@ class Passes:
     """
 
     def __init__(
-        self,
-        direction: str,
-        fill: Callable[[int], None],
-        forwards: Mapping[str, tuple[Callable[[], Any], Sequence[Tensor]]],
-        do: Any,
-    ) -> None:
+        self, direction: str, fill: Callable[[int], None],
+        forwards: Mapping[str, tuple[Callable[[], Any], Sequence[Tensor]]], do: Any,
+    ) -> None:  # fmt: skip
         self.direction, self.fill, self.forwards, self.do = direction, fill, forwards, do
         self.out: dict[str, Any] = {}
         for _, leaves in forwards.values() if direction != "fwd" else ():
@@ -231,7 +211,7 @@ def attention_case(
         if op == "select":  # which gets the compressed branch's log-sum-exp of these queries
             x.prepare(op)
 
-    def truth(part: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    def truth(part: str, dtype: torch.dtype) -> Tensor:
         return x.exact(part, dtype) if forward else sampled_gradients(x, part, dtype)[0]
 
     forwards = {name: (lambda: x.forward(op), x.leaves(op))}
@@ -242,25 +222,25 @@ def attention_case(
         passes.refill(0)
         out = passes.out[name] if direction == "bwd" else x.forward(op)
         check_key_gradients(x, op, {"out": out, "leaves": x.leaves(op)})
-    oracle, same = partial(truth, op), lambda: truth(op, x.q.dtype)
+    right = truths(partial(truth, op), x.q.dtype)
     view = lambda result: (result if forward else result[0])[:, x.rows]
     if op == "select":
-        view, same = x.block_quality, None
-        oracle = lambda: torch.ones(shape.B, len(x.at), shape.G, dtype=torch.float64)
+        view, best = x.block_quality, torch.ones(shape.B, len(x.at), shape.G, dtype=torch.float64)
+        right = {"oracle": lambda: best}
     if baselines is None:
         baselines = [
-            judged(
-                rival, passes.call(rival), "sdpa", x, partial(truth, "dense"),
+            Contender(
+                rival, passes.call(rival), "sdpa", **truths(partial(truth, "dense"), x.q.dtype),
                 attends=promised(rival) if direction != "fwd+bwd" else None,
                 **work(shape, "dense", direction),
             )
             for rival, _ in rivals
         ]  # fmt: skip
-    facts = lambda: {"distinct_of_4": distinct_blocks(x.blocks)}
+    facts = lambda: {"distinct_of_4": prefill_inputs.distinct_blocks(x.blocks)}
     return Case(
         "prefill", case_name(op, direction, shape, x.sharing),
         Contender(name, passes.call(name), "triton", kernels),
-        refill=passes.refill, inputs=x.inputs, oracle=oracle, same_dtype=same, baselines=baselines,
+        refill=passes.refill, inputs=x.inputs, **right, baselines=baselines,
         view=view, renew=renew, distinct=op != "select", **work(shape, op, direction),
         columns={**columns, "compared": x.compared},
         facts=facts if op in READ_BLOCKS else None,
@@ -275,11 +255,10 @@ def turn_case(x: Projections, direction: str, columns: dict[str, Any]) -> Case:
     return Case(
         "prefill", case_name("turn", direction, shape),
         Contender("nsa turn", passes.call("nsa turn"), "triton", KERNELS["turn"]),
-        refill=passes.refill, inputs=x.inputs, oracle=lambda: x.exact(backward=backward),
-        same_dtype=lambda: x.exact(x.qkv.dtype, backward),
+        refill=passes.refill, inputs=x.inputs,
+        **truths(partial(x.exact, backward=backward), x.qkv.dtype),
         view=lambda out: out[0][:, x.sampled_rows] if backward else x.rows(out),
-        renew=partial(x.renew, backward=backward),
-        **work(shape, "turn", direction),
+        renew=partial(x.renew, backward=backward), **work(shape, "turn", direction),
         columns={**columns, "compared": f"{len(x.at)} of {shape.S} tokens"},
     )  # fmt: skip
 
@@ -288,20 +267,18 @@ def pack_case(x: Pack, direction: str, columns: dict[str, Any]) -> Case:
     """A pack of one long and many short sequences against these two kinds, one after the other."""
     shape, backward = x.shape, direction == "bwd"
     forwards = {"nsa pack": lambda: x.forward("full"), "nsa its parts": x.parts}
-    passes = Passes(
-        direction, x.refill, {n: (make, x.leaves("full")) for n, make in forwards.items()}, x.do
+    forwards = {name: (make, x.leaves("full")) for name, make in forwards.items()}
+    passes = Passes(direction, x.refill, forwards, x.do)
+    exact = lambda dtype: (
+        sampled_gradients(x, "full", dtype)[0] if backward else x.exact("full", dtype)
     )
-
-    def exact(dtype: torch.dtype = torch.float64) -> Tensor:
-        return sampled_gradients(x, "full", dtype)[0] if backward else x.exact("full", dtype)
-
     kernels = kernels_of("full", direction, shape, x.long)
     whole, parts = (Contender(n, passes.call(n), "triton", kernels) for n in forwards)
     shapes = replace(shape, S=x.long), replace(shape, S=x.SHORT, B=len(x.begins) - 1)
     kinds = [work(kind, "full", direction) for kind in shapes]
     return Case(
         "prefill", case_name("pack", direction, shape), whole, refill=passes.refill,
-        inputs=x.inputs, oracle=exact, same_dtype=lambda: exact(x.q.dtype), baselines=[parts],
+        inputs=x.inputs, **truths(exact, x.q.dtype), baselines=[parts],
         view=lambda result: (result[0] if backward else result)[:, x.rows],
         renew=partial(x.renew, names=("do",) if backward else ("q",)),
         **{name: sum(kind[name] for kind in kinds) for name in kinds[0]},
@@ -309,9 +286,7 @@ def pack_case(x: Pack, direction: str, columns: dict[str, Any]) -> Case:
     )  # fmt: skip
 
 
-def case_of(
-    shape: Shape, op: str, direction: str, columns: dict[str, Any], sharing: str = "random"
-) -> Case:
+def case_of(shape: Shape, op: str, direction: str, columns: dict, sharing: str = "random") -> Case:
     if op == "turn":
         return turn_case(Projections(shape), direction, columns)
     if op == "pack":
@@ -372,24 +347,22 @@ def _compile(found: list[Any]) -> None:
     found.clear()
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = bench_parser(__doc__, lengths=[8192, 32768], sizes=SIZES, device_s=1.0)
-    parser.add_argument("--ops", type=names(*OPS), help=f"from {','.join(OPS)}; default full, "
-                        "parts at the longest S")  # fmt: skip
-    parser.add_argument("--directions", type=names("fwd", "bwd"), default=["fwd", "bwd"],
-                        help="fwd, bwd or both")  # fmt: skip
-    parser.add_argument(
-        "--sharing",
-        type=names(*SHARING),
-        help=f"from {','.join(SHARING)}; default random, and shared at the longest S",
-    )
+def parse(argv: list[str] | None = None) -> Namespace:
+    ways = "fwd", "bwd"
+    lists = {
+        "ops": (OPS, None, "; default full, parts at the longest S"),
+        "directions": (ways, list(ways), ""),
+        "sharing": (SHARING, None, "; default random, and shared at the longest S"),
+    }
+    lengths = [8192, 32768]
+    parser = bench_parser(__doc__, lengths=lengths, sizes=SIZES, lists=lists, device_s=1.0)
     parser.add_argument("--compile_only", action="store_true", help="compile, and time nothing")
     args = parsed(parser, argv)
     args.S_list = shrunk("--S_list", args.S_list, args.shrink, 64)
     return args
 
 
-def cells(args: argparse.Namespace) -> Iterator[Cell]:
+def cells(args: Namespace) -> Iterator[Cell]:
     """Each op, length, direction and sharing; without --ops the longest S alone has the parts, and
     without --sharing it alone has shared."""
     sizes = {name: getattr(args, name) for name in SIZES}
@@ -403,7 +376,7 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
             yield Shape(S, **sizes), op, direction, sharing
 
 
-def cases(args: argparse.Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
+def cases(args: Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
     parts = budget_of(args)
     # The report quotes these rows as its speeds. Long calls at full power settle late, and jump by
     # 2 % from one to the next: 30 of them fix a median to 1 %.
@@ -413,19 +386,16 @@ def cases(args: argparse.Namespace, about: dict[str, Any]) -> Iterator[Unbuilt]:
         columns = {**sizes, "dtype": "bf16", **about, "op": op, "direction": direction}
         columns["sharing"] = None if sharing == "random" else sharing
         torch.cuda.reset_peak_memory_stats()
+        peak = lambda row: {"peak_mem_mib": round(torch.cuda.max_memory_allocated() / 2**20)}
         yield Unbuilt(
             "prefill", case_name(op, direction, shape, sharing),
-            partial(case_of, shape, op, direction, columns, sharing), columns, peak_memory,
+            partial(case_of, shape, op, direction, columns, sharing), columns, peak,
             whole if op == "full" and sharing == "random" else parts,
         )  # fmt: skip
         torch.cuda.empty_cache()
 
 
-def peak_memory(row: BenchRow) -> dict[str, int]:
-    return {"peak_mem_mib": round(torch.cuda.max_memory_allocated() / 2**20)}
-
-
-def budget_of(args: argparse.Namespace) -> Budget:
+def budget_of(args: Namespace) -> Budget:
     return Budget(device_s=args.seconds, min_n=20, warm_s=0.05, warm_cap_s=1.0)
 
 
@@ -439,9 +409,8 @@ def main(argv: list[str] | None = None) -> int:
             compile_cells(cells(args))
         if args.compile_only:
             return 0
-    aliases = {"dense_ms": "base_ms"}
     tools = card_tools(budget_of(args))
-    return time_cases(args, tools, COLUMNS, partial(cases, args), aliases)
+    return time_cases(args, tools, COLUMNS, partial(cases, args), {"dense_ms": "base_ms"})
 
 
 if __name__ == "__main__":

@@ -28,12 +28,10 @@ fixed seeds; parity is checked before and after timing.
 Exit code: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-from __future__ import annotations
-
-import argparse
 import itertools
 import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -45,8 +43,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
+from bench.cases import truths
 from bench.clock import CudaClock, busy_clock
-from bench.main import bench_parser, card_tools, names, parsed, time_cases
+from bench.main import bench_parser, card_tools, parsed, time_cases
 from bench.provenance import COLUMNS as PROVENANCE
 from bench.provenance import provenance
 from bench.records import BenchRow, emit, integers, positive, say, shrunk, write_csv
@@ -136,12 +135,9 @@ class Rows:
         n_keys = max(4096, 2 * nominal) if mode == "decode" else max(CACHE_LEN, 2 * L)
         self.cache = [torch.empty(caches, 1, n_keys, x, **like) for x in (D, Dv)]
         gen = torch.Generator().manual_seed(N * 1009 + L)
-        rows = []
-        for _ in range(N):
-            if mode == "decode":
-                rows.append(block_spans(nominal, n_sel, n_keys, gen))
-            else:
-                rows.append(spans_of(dist, L, n_keys, gen))
+        spans = partial(block_spans, nominal, n_sel) if mode == "decode" else partial(
+            spans_of, dist, L)  # fmt: skip
+        rows = [spans(n_keys, gen) for _ in range(N)]
         self.nspans = max(map(len, rows))
         padded = [[*r, *[(0, 0)] * (self.nspans - len(r))] for r in rows]
         ranges = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
@@ -149,7 +145,7 @@ class Rows:
         self.ranges = ranges.view(*shape, self.nspans, 2)
         at = torch.tensor([[i for a, b in r for i in range(a, b)] for r in rows], device=DEVICE)
         owner = torch.arange(N, device=DEVICE)[:, None] if mode == "decode" else 0
-        self.at = (owner, 0, at)
+        self.selected = (owner * n_keys + at).flatten()  # rows of all caches
 
     def refill(self, seed: int) -> None:
         gen = torch.Generator(DEVICE).manual_seed(seed)
@@ -166,15 +162,8 @@ class Rows:
         """Gather the selected keys of every row: what a packed baseline needs first."""
         for packed, cache in zip((self.k, self.v), self.cache, strict=True):
             width = cache.shape[-1]
-            torch.index_select(
-                cache.view(-1, width), 0, self.flat_index(), out=packed.view(-1, width)
-            )
-
-    def flat_index(self) -> Tensor:
-        if not hasattr(self, "_flat"):
-            owner, _, at = self.at
-            self._flat = (owner * self.cache[0].shape[2] + at).flatten()
-        return self._flat
+            flat, out = cache.view(-1, width), packed.view(-1, width)
+            torch.index_select(flat, 0, self.selected, out=out)
 
     def inputs(self) -> list[Tensor]:
         return [self.q, self.k, self.v, *self.cache]
@@ -192,7 +181,7 @@ class Rows:
         width = self.k.shape[-1] + self.v.shape[-1]
         keys = N * self.L
         if self.mode in ("ranges", "route"):
-            keys = int(torch.unique(self.flat_index()).numel())
+            keys = int(torch.unique(self.selected).numel())
         return size * width * (keys + N * H)
 
 
@@ -205,24 +194,18 @@ def candidate(rows: Rows, flags: Any, tiles: Any = None) -> tuple[Run, str, str]
     from nsa.kernels.triton_sel_kernel import sel_fwd
 
     tail = "_group" if flags.sel_triton_group else ""
-    if rows.mode == "dense":
-        fn = getattr(sel_fwd, "sel_attn_fwd_dense" + tail)
+    if rows.mode in ("dense", "varlen"):
+        name = f"sel_attn_fwd_{rows.mode}{tail}"
+        fn = partial(getattr(sel_fwd, name), flags=flags, tiles=tiles)
 
         def call(part: slice) -> Tensor:
-            return fn(rows.q[part], rows.k[part], rows.v[part], flags=flags, tiles=tiles)
+            if rows.mode == "dense":
+                return fn(rows.q[part], rows.k[part], rows.v[part])
+            packed = rows.k.flatten(0, 1), rows.v.flatten(0, 1)
+            return fn(rows.q[part], *packed, rows.cu[part.start : part.stop + 1], max_len=rows.L)
 
-        return call, f"triton_dense{tail}", f"_sel_attn_fwd_dense{tail}_kernel"
-    if rows.mode == "varlen":
-        fn = getattr(sel_fwd, "sel_attn_fwd_varlen" + tail)
-
-        def call(part: slice) -> Tensor:
-            k, v = rows.k.flatten(0, 1), rows.v.flatten(0, 1)
-            cu = rows.cu[part.start : part.stop + 1]
-            return fn(rows.q[part], k, v, cu, max_len=rows.L, flags=flags, tiles=tiles)
-
-        return call, f"triton_varlen{tail}", f"_sel_attn_fwd_varlen{tail}_kernel"
-    kernel = "_sel_attn_fwd_ranges_kernel"
-    path = "triton_ranges"
+        return call, f"triton_{rows.mode}{tail}", f"_{name}_kernel"
+    path, kernel = "triton_ranges", "_sel_attn_fwd_ranges_kernel"
     if rows.nspans == 1:
         path, kernel = "triton_ranges_single", f"_sel_attn_fwd_dense{tail}_kernel"
     if rows.mode == "route":
@@ -306,10 +289,9 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        text = f"sel/{self.mode}/{self.dist}/N={self.N}/H={self.H}/D={self.D}/Dv={self.Dv}"
-        text += f"/L={self.L}/streams={self.streams}"
-        text += f"/n_sel={self.n_sel}" if self.n_sel else ""
-        return text + (f"/run={self.run}" if self.run else "")
+        sizes = ("N", "H", "D", "Dv", "L", "streams", "n_sel", "run")
+        given = [f"{name}={x}" for name in sizes if (x := getattr(self, name))]
+        return "/".join(["sel", self.mode, self.dist, *given])
 
     def rows(self, dtype: torch.dtype) -> Rows:
         sizes = (self.N, self.H, self.D, self.Dv, self.L)
@@ -323,8 +305,7 @@ def case_of(cell: Cell, rows: Rows, flags: Any, columns: dict[str, Any]) -> Case
     run = on_streams(call, N, cell.streams)
     return Case(
         "sel", cell.name, Contender("triton", run, path, (kernel,)),
-        refill=rows.refill, inputs=rows.inputs, oracle=rows.exact,
-        same_dtype=lambda: rows.exact(rows.q.dtype),
+        refill=rows.refill, inputs=rows.inputs, **truths(rows.exact, rows.q.dtype),
         baselines=baselines(rows, flags), view=lambda out: out.view(N, H, Dv),
         renew=rows.renew, distinct=rows.L > 1, requested="triton",
         bytes_needed=rows.bytes_needed, flops=2 * N * H * rows.L * (D + Dv),
@@ -332,7 +313,7 @@ def case_of(cell: Cell, rows: Rows, flags: Any, columns: dict[str, Any]) -> Case
     )  # fmt: skip
 
 
-def cells(args: argparse.Namespace) -> Iterator[Cell]:
+def cells(args: Namespace) -> Iterator[Cell]:
     """Every combination of the sizes, in the order of the lengths; repeats are far apart."""
     widths = [(D, Dv) for D in args.D for Dv in args.Dv or [D]]
     dists = ["blocks"] if args.decode else args.dist
@@ -346,7 +327,7 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
             yield Cell(mode, dist, N, H, *width, L, streams, n_sel, run)
 
 
-def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> list[dict[str, Any]]:
+def sweep(args: Namespace, clock: CudaClock, flags: Any) -> list[dict[str, Any]]:
     """Time every tile choice of the direct kernels and print the best --sweep ones per L; a row per
     choice, `rank` from 1 among the right ones of its cell."""
     from nsa.kernels.triton_sel_kernel.tiles import Tiles
@@ -360,41 +341,37 @@ def sweep(args: argparse.Namespace, clock: CudaClock, flags: Any) -> list[dict[s
         rows.refill(0)
         want, same = rows.exact(), rows.exact(rows.q.dtype)
         limit = 2 * (same.double() - want).abs().max().item() + 1e-3
-        timed, lost = [], []
+        tried = []
         for values in itertools.product(*SWEEP.values()):
             choice = dict(zip(SWEEP, values, strict=True))
             if choice["block_d"] > max(cell.D, 64) or choice["block_l"] > max(64, L):
                 continue
-            tiles = Tiles(block_dv=min(choice["block_d"], cell.Dv), **choice)
-            call, _, _ = candidate(rows, flags, tiles)
+            choice["block_dv"] = min(choice["block_d"], cell.Dv)
+            call, _, _ = candidate(rows, flags, Tiles(**choice))
             run = on_streams(call, cell.N, 1)
+            found = {"status": "FAILED", "why": "wrong"}
             try:
-                good = (run().double() - want).abs().max().item() <= limit
-                times = clock.run([run] * 12, cold=True)[2:] if good else []
-                why = "wrong"
+                if (run().double() - want).abs().max().item() <= limit:
+                    us = statistics.median(clock.run([run] * 12, cold=True)[2:])
+                    found = {"status": "VALID", "ms": us / 1e3}
             except Exception as error:
                 if is_sticky(error):
                     raise
-                times, why = [], f"{type(error).__name__}: {str(error)[:200]}"
-            if times:
-                timed.append((statistics.median(times), choice))
-            else:
-                lost.append({**choice, "status": "FAILED", "why": why})
-        timed.sort(key=lambda item: item[0])
-        right = [{**choice, "ms": us / 1e3, "rank": rank, "status": "VALID"}
-                 for rank, (us, choice) in enumerate(timed, 1)]  # fmt: skip
-        about = {**cell._asdict(), "dtype": args.dtype}
-        written += [
-            {**about, "block_dv": min(row["block_d"], cell.Dv), **row} for row in [*right, *lost]
-        ]
-        say(args, f"{cell.name}: {len(timed)} right, {len(lost)} do not fit or are wrong")
-        for us, choice in timed[: args.sweep]:
-            say(args, f"    {us:9.2f} us  " + " ".join(f"{k}={v}" for k, v in choice.items()))
+                found["why"] = f"{type(error).__name__}: {str(error)[:200]}"
+            tried.append({**cell._asdict(), "dtype": args.dtype, **choice, **found})
+        right = sorted((row for row in tried if "ms" in row), key=lambda row: row["ms"])
+        lost = [row for row in tried if "ms" not in row]
+        written += [*({**row, "rank": rank} for rank, row in enumerate(right, 1)), *lost]
+        say(args, f"{cell.name}: {len(right)} right, {len(lost)} do not fit or are wrong")
+        for row in right[: args.sweep]:
+            tiles = " ".join(f"{name}={row[name]}" for name in SWEEP)
+            say(args, f"    {1e3 * row['ms']:9.2f} us  {tiles}")
     return written
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = bench_parser(__doc__, device_s=0.25)
+def parse(argv: list[str] | None = None) -> Namespace:
+    lists = {"dist": (DISTRIBUTIONS, list(DISTRIBUTIONS), ": one or more")}
+    parser = bench_parser(__doc__, lists=lists, device_s=0.25)
     for name, default, what in (
         ("N", [256], "rows (query, group), default 256"), ("H", None, "heads per row, default 8"),
         ("D", [64], "query and key head size, default 64"), ("Dv", None, "value size, default D"),
@@ -402,13 +379,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         ("n_sel", [8, 16], "blocks per row with --decode 1"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=integers, default=default, help=f"{what}; a,b,c")
-    parser.add_argument("--dist", type=names(*DISTRIBUTIONS), default=list(DISTRIBUTIONS),
-                        help="few, many, mixed: one or more")  # fmt: skip
     parser.add_argument("--iters", type=positive, default=30, help="least samples of each side")
     parser.add_argument("--warmup", type=int, default=10, help="least warm-up calls")
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--decode", type=int, choices=(0, 1), default=0, help="mode decode alone")
-    only.add_argument("--route", type=int, choices=(0, 1), default=0, help="mode route alone")
+    for mode in ("decode", "route"):
+        only.add_argument(f"--{mode}", type=int, choices=(0, 1), default=0, help="that mode alone")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--repeat", type=positive, default=1, help="time the matrix that often")
     parser.add_argument("--sweep", type=int, default=0, metavar="TOP", help="time tile choices")
@@ -418,16 +393,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.L_list = args.L_list or ([128, 256, 512] if args.decode else [64, 128, 256, 512, 1024])
     args.H = args.H or ([2, 4] if args.decode else [8])
     for name in ("warmup", "sweep"):
-        if getattr(args, name) < 0:
-            parser.error(f"--{name} must be 0 or more, got {getattr(args, name)}")
+        if (got := getattr(args, name)) < 0:
+            parser.error(f"--{name} must be 0 or more, got {got}")
     for name in ("D", "Dv"):
         bad = [x for x in getattr(args, name) or () if x % 8 or x > 256]
         if bad:
             parser.error(f"--{name} must be multiples of 8 up to 256, got {bad[0]}")
-    if max(args.streams) > min(MAX_STREAMS, *args.N):
-        most = min(MAX_STREAMS, *args.N)
-        parser.error(f"--streams must be at most {most} ({MAX_STREAMS}, and a row of --N for each),"
-                     f" got {max(args.streams)}")  # fmt: skip
+    if max(args.streams) > (most := min(MAX_STREAMS, *args.N)):
+        least = f"({MAX_STREAMS}, and a row of --N for each)"
+        parser.error(f"--streams must be at most {most} {least}, got {max(args.streams)}")
     if args.decode:
         if min(args.n_sel) < 3:  # the first block and the last two are always among them
             parser.error(f"--n_sel must be at least 3, got {min(args.n_sel)}")
@@ -439,9 +413,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def cases(
-    args: argparse.Namespace, flags: Any, clock: CudaClock, about: dict[str, Any]
-) -> Iterator[Unbuilt]:
+def cases(args: Namespace, flags: Any, clock: CudaClock, about: dict) -> Iterator[Unbuilt]:
     """Each cell, and how far that is."""
     matrix = list(cells(args))
     for number, cell in enumerate(matrix, 1):
@@ -459,8 +431,8 @@ def cases(
             return {"pack_ms": statistics.median(times) / 1e3}
 
         yield Unbuilt("sel", cell.name, build, columns, pack)
-        done = {"done": number, "total": len(matrix), "text": f"{number} of {len(matrix)} cells"}
-        emit("progress", done)
+        text = f"{number} of {len(matrix)} cells"
+        emit("progress", {"done": number, "total": len(matrix), "text": text})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,12 +1,16 @@
 """What a bench times: a case, the candidate and the baselines that it calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+
+
+def truths(exact: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> dict[str, Any]:
+    """oracle and same_dtype, of a Case or a Contender, by a result that is exact in a dtype."""
+    return {"oracle": lambda: exact(torch.float64), "same_dtype": lambda: exact(dtype)}
 
 
 @dataclass(frozen=True)

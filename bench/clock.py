@@ -8,8 +8,6 @@ behind it, outside of its time too. One with `in_a_row` makes several calls by t
 would, and says how many: wall() is of these.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -24,16 +22,12 @@ Call = Callable[[], Any]
 
 def prepare(call: Call) -> None:
     """Run what `call` wants to happen ahead of it."""
-    before = getattr(call, "before", None)
-    if before is not None:
-        before()
+    getattr(call, "before", lambda: None)()
 
 
 def finish(call: Call) -> None:
     """Run what `call` wants to happen behind it."""
-    after = getattr(call, "after", None)
-    if after is not None:
-        after()
+    getattr(call, "after", lambda: None)()
 
 
 def host_us() -> float:
@@ -105,10 +99,8 @@ class CudaClock:
         properties = torch.cuda.get_device_properties(self.device)
         l2 = getattr(properties, "L2_cache_size", 0) or 64 * 2**20
         self._flush = torch.empty(2 * l2, dtype=torch.int8, device=self.device)
-        self._host_us = 60.0
-        self._gaps = False
-        mhz = getattr(properties, "clock_rate", 0) / 1e3 or 2000.0
-        self._cycles_per_us = mhz
+        self._host_us, self._gaps = 60.0, False
+        self._cycles_per_us = getattr(properties, "clock_rate", 0) / 1e3 or 2000.0
 
     def run(self, calls: Sequence[Call], *, cold: bool) -> list[float]:
         for _ in range(3):
@@ -164,7 +156,8 @@ class BusyClock(CudaClock):
     timer = "kernels"
 
     def run(self, calls: Sequence[Call], *, cold: bool) -> list[float]:
-        with self._profiled() as profile:
+        profiler = torch.profiler
+        with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as profile:
             for call in calls:
                 prepare(call)
                 if cold:
@@ -174,25 +167,17 @@ class BusyClock(CudaClock):
                 torch.cuda._sleep(1)
                 finish(call)
             torch.cuda.synchronize(self.device)
-        return busy_between(self._spans(profile), len(calls))
-
-    @staticmethod
-    def _profiled() -> torch.profiler.profile:
-        return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-
-    @staticmethod
-    def _spans(profile: torch.profiler.profile) -> list[tuple[float, float, str]]:
-        """(start in us, us, name) of what the device did."""
-        on_device = torch.autograd.DeviceType.CUDA
-        return [
+        spans = [
             (e.time_range.start, e.time_range.elapsed_us(), e.name)
-            for e in profile.events() if e.device_type == on_device
+            for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA
         ]  # fmt: skip
+        return busy_between(spans, len(calls))
 
 
 def busy_between(spans: Sequence[tuple[float, float, str]], calls: int) -> list[float]:
-    """Sums of the durations between each two marks of BusyClock, in order. Raises RuntimeError
-    where there are not two marks for each of that many calls: the profiler then saw a part only."""
+    """Sums of the durations of spans (start, us, name) of the device between each two marks of
+    BusyClock, in order. Raises RuntimeError where there are not two marks for each of that many
+    calls: the profiler then saw a part only."""
     sums: list[float] = []
     marks, inside = 0, False
     for _, took, name in sorted(spans):

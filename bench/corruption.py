@@ -5,8 +5,6 @@ repeats a matmul and holds a drawn sample of its rows against fp64 on the host. 
 CPU tensors. bench.records.card_faults says in words what their counts mean.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,17 +38,7 @@ def write(words: Words, blocks: Sequence[Tensor]) -> None:
         block[:] = words(i * len(block), block)
 
 
-def count_wrong(words: Words, blocks: Sequence[Tensor]) -> int:
-    """How many words are not those of the pattern."""
-    wrong = torch.zeros((), dtype=torch.int64, device=blocks[0].device)
-    for i, block in enumerate(blocks):
-        wrong += (block != words(i * len(block), block)).sum()
-    return int(wrong)
-
-
-def check_memory(
-    device: str, size: int, limit_s: float, block_words: int = BLOCK_WORDS
-) -> dict[str, int]:
+def check_memory(device: str, size: int, limit_s: float, block_words: int = BLOCK_WORDS) -> dict:
     """Facts for the health row after patterns were written over `size` bytes of `device`.
 
     All is written before any of it is read: so what is read comes from the memory and not from a
@@ -58,24 +46,22 @@ def check_memory(
     """
     count = max(1, size // (8 * block_words))
     blocks = [torch.empty(block_words, dtype=torch.int64, device=device) for _ in range(count)]
-    done = wrong = 0
+    done, wrong = 0, torch.zeros((), dtype=torch.int64, device=device)
     begin = time.perf_counter()
     for _, words in patterns():
         write(words, blocks)
-        wrong += count_wrong(words, blocks)
+        for i, block in enumerate(blocks):
+            wrong += (block != words(i * len(block), block)).sum()
         done += 1
+        int(wrong)  # waits for the device
         if time.perf_counter() - begin > limit_s:
             break
-    return {
-        "memory_test_mib": 8 * count * block_words // 2**20,
-        "memory_test_patterns": done,
-        "memory_wrong_words": wrong,
-    }
+    mib = 8 * count * block_words // 2**20
+    facts = {"memory_test_mib": mib, "memory_test_patterns": done}
+    return {**facts, "memory_wrong_words": int(wrong)}
 
 
-def check_products(
-    device: str, dtype: torch.dtype, limit_s: float, n: int = 4096
-) -> dict[str, int]:
+def check_products(device: str, dtype: torch.dtype, limit_s: float, n: int = 4096) -> dict:
     """Facts for the health row after an n x n matmul in `dtype` (bf16 or fp32) was repeated.
 
     The factors are drawn whole numbers up to LARGEST: sums of their products stay below 2^24 by
@@ -106,9 +92,6 @@ def check_products(
     error = (first[rows.to(device)].cpu().double() - exact).abs()
     right = error <= torch.finfo(dtype).eps / 2 * exact.abs()  # false for NaN
     name = {2: "bf16", 4: "fp32"}[a.itemsize]
-    return {
-        f"{name}_product_repeats": repeats,
-        f"{name}_product_seed": seed,
-        f"{name}_products_differing": differing,
-        f"{name}_product_values_wrong": int((~right).sum()),
-    }
+    facts = {"product_repeats": repeats, "product_seed": seed, "products_differing": differing}
+    facts["product_values_wrong"] = int((~right).sum())
+    return {f"{name}_{fact}": count for fact, count in facts.items()}

@@ -1,7 +1,5 @@
 """Columns that a line of bench_decode.py's CSV takes from the rows that it is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,15 +13,11 @@ PARTS = {
     ("bench", "decode_graph"): {
         "ms_graph": "ms", "graph_low": "ms_low", "graph_high": "ms_high",
         "graph_baseline": "baseline", "graph_base_ms": "base_ms", "graph_speedup": "speedup",
-        "graph_speedup_low": "ci_low", "graph_speedup_high": "ci_high",
-    },
-    ("step", "module"): {
-        "ms_module_eager": "ms", "module_low": "ms_low", "module_high": "ms_high",
-        "ms_module_eager_wall": "wall_ms",
-    },
-    ("step", "module_graph"): {
-        "ms_module_graph": "ms", "module_graph_low": "ms_low", "module_graph_high": "ms_high",
-    },
+        "graph_speedup_low": "ci_low", "graph_speedup_high": "ci_high"},
+    ("step", "module"): {"ms_module_eager": "ms", "module_low": "ms_low", "module_high": "ms_high",
+                         "ms_module_eager_wall": "wall_ms"},
+    ("step", "module_graph"): {"ms_module_graph": "ms", "module_graph_low": "ms_low",
+                               "module_graph_high": "ms_high"},
 }  # fmt: skip
 
 

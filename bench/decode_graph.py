@@ -4,10 +4,9 @@ A graph is captured once. Before it is timed, replays must be right on other num
 memory, and at another length that only the device's counter tells them.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -52,19 +51,6 @@ def capture(call: Callable[[], Any]) -> tuple[Callable[[], Any], dict[str, int]]
     return replay, dict(seen)
 
 
-def _graphed(contenders: list[Contender]) -> list[Contender]:
-    """Return a graph replay of each contender that can be captured."""
-    found = []
-    for one in contenders:
-        try:
-            found.append(
-                replace(one, name=f"{one.name} graph", call=capture(one.call)[0], watched=one.call)
-            )
-        except GraphUnavailable:
-            continue
-    return found
-
-
 def why_no_step_graph(step: Step) -> str | None:
     """Why this step is not timed as a graph, None when it may be."""
     why = why_no_graph(step.q, [step.cache])
@@ -90,7 +76,11 @@ def attention_graph(step: Step, case: Case, tools: dict[str, Any]) -> BenchRow:
     missing = [k for k in step.kernels(in_graph=True) if not seen.get(k)]
     if missing:
         raise GraphUnavailable(f"the graph does not hold {', '.join(missing)}")
-    out = replay()
+    out, rivals = replay(), []
+    for one in dense_contenders(step):
+        with suppress(GraphUnavailable):
+            replayed, _ = capture(one.call)
+            rivals.append(replace(one, name=f"{one.name} graph", call=replayed, watched=one.call))
 
     def spoilt(fill: Callable[[int], None]) -> Callable[[int], None]:
         def call(seed: int) -> None:
@@ -104,7 +94,7 @@ def attention_graph(step: Step, case: Case, tools: dict[str, Any]) -> BenchRow:
         case, bench="decode_graph", name=f"{case.name}/graph", refill=spoilt(step.refill),
         renew=spoilt(step.renew),
         candidate=Contender("nsa graph", replay, GRAPH_PATH), requested=GRAPH_PATH,
-        baselines=_graphed(dense_contenders(step)),
+        baselines=rivals,
     )  # fmt: skip
     short = other_length(step.S, step.T)
     try:
@@ -112,9 +102,8 @@ def attention_graph(step: Step, case: Case, tools: dict[str, Any]) -> BenchRow:
             prove(graphed, graphed.candidate, graphed.seed + 3,
                   f"a replay at {short} tokens of the graph captured at {step.S}")  # fmt: skip
     except (NotRight, ValueError) as error:
-        return BenchRow(
-            graphed.bench, graphed.name, "FAILED", why=(str(error),), columns=case.columns
-        ).emit()
+        what = graphed.bench, graphed.name, "FAILED", (str(error),)
+        return BenchRow(*what, columns=case.columns).emit()
     return measure(graphed, **tools)
 
 
@@ -126,10 +115,7 @@ class ModuleStep:
 
     def __init__(self, layer: NSAAttention, step: Step) -> None:
         self.layer, self.step, self.cache = layer, step, step.cache
-        weight = layer.qkv.weight
-        self.x = torch.zeros(
-            self.cache.batch, 1, layer.config.dim, device=weight.device, dtype=weight.dtype
-        )
+        self.x = layer.qkv.weight.new_zeros(self.cache.batch, 1, layer.config.dim)
         self._chosen = step.blocks
 
     def rewind(self) -> None:
@@ -153,9 +139,7 @@ class ModuleStep:
         return *self.step.kernels(in_graph=in_graph), *appended
 
     def eager(self) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            return self.layer.step(self.x, self.cache)
-
+        call = lambda: self.layer.step(self.x, self.cache)
         call.before = self.rewind  # type: ignore[attr-defined]
         call.in_a_row = self.in_a_row  # type: ignore[attr-defined]
         return call
@@ -242,9 +226,8 @@ def more_rows(
     layer: NSAAttention, step: Step, total: Case, columns: dict[str, Any], tools: dict[str, Any]
 ) -> tuple[dict[str, BenchRow], dict[str, str]]:
     """Rows "graph", "module" and "module_graph" of one context, and why one is not there."""
-    rows: dict[str, BenchRow] = {}
-    missing: dict[str, str] = {}
-    module = ModuleStep(layer, step)
+    rows, missing, module = {}, {}, ModuleStep(layer, step)
+    timed = lambda call, kind: measure(module.case(call, kind, total, columns), **tools)
     if step.T > 1:
         missing["module"] = "several new tokens: only the attention is timed"
     elif layer.backend != step.backend:
@@ -254,12 +237,10 @@ def more_rows(
     except GraphUnavailable as error:
         missing["graph"] = str(error)
     if "module" not in missing:
-        rows["module"] = measure(module.case(module.eager(), "module", total, columns), **tools)
+        rows["module"] = timed(module.eager(), "module")
         try:
             call = module.graph(module.kernels(in_graph=True))
-            rows["module_graph"] = measure(
-                module.case(call, "module_graph", total, columns), **tools
-            )
+            rows["module_graph"] = timed(call, "module_graph")
         except GraphUnavailable as error:
             missing["module_graph"] = str(error)
     gc.collect()

@@ -1,11 +1,10 @@
 """One decode step as a bench times it: a cache of S tokens, its calls, what they must give."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class Step:
         kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:  # fmt: skip
         c = self.config = layer.config
-        weight = layer.qkv.weight
+        weight = layer.qkv.weight.detach()
         self.S, self.T, self.alike, self.backend = S, T, alike, backend
         like = {"device": weight.device, "dtype": weight.dtype}
         self.fp8 = fp8.is_fp8(kv_cache_dtype)
@@ -78,9 +77,7 @@ class Step:
         self.q = torch.empty(batch, T, c.heads, c.d_k, **like)
         self.gates = torch.empty(batch, T, c.heads, 3, **like)
         self.open_gates = torch.ones_like(self.gates)
-        self.blocks = torch.zeros(
-            batch, T, c.groups, c.n_sel, dtype=torch.int32, device=weight.device
-        )
+        self.blocks = weight.new_zeros(batch, T, c.groups, c.n_sel, dtype=torch.int32)
         # Flash kernels want values as wide as keys: a dense cache would store them padded.
         self.v_padded = None
         if c.d_v < c.d_k:
@@ -109,20 +106,17 @@ class Step:
             for v in values:
                 v.requires_grad_(True)
             with torch.enable_grad():
-                out = attention.nsa_decode(
-                    self.q, cache, None, self.gates, backend="reference", flags=self.flags
-                )[0]
-            grads = torch.autograd.grad(out.square().sum(), values, allow_unused=True)
+                out, _ = self._attend("reference")
+            total = out.square().sum()
+            grads = torch.autograd.grad(total, values, allow_unused=True, materialize_grads=True)
         finally:
             for v in values:
                 v.requires_grad_(False)
-        counts = {}
+        counts, kept = {}, []
         with torch.no_grad():
             whole = self._attend(self.backend)
-            kept = []
             for (name, pair), grad in zip(names.items(), grads, strict=True):
-                read = torch.zeros(pair[1].shape[:3], dtype=torch.bool, device=self.q.device)
-                read = read if grad is None else grad.abs().amax(-1) > 0  # [B, tokens, G]
+                read = grad.abs().amax(-1) > 0  # [B, tokens, G]
                 counts[name] = read.sum(1).unique().tolist() or [0]
                 for x in pair:
                     kept.append((x, x.clone()))
@@ -143,21 +137,15 @@ class Step:
         sizes = dict(l=c.l, d=c.d, l_sel=c.l_sel, n_sel=c.n_sel, w=c.w)
         if len(self.cache) != S:
             raise AssertionError(f"the cache holds {len(self.cache)} tokens, not {S}")
-        reads = self.cache.reads()
-        last = reads[-1]
+        reads, due = self.cache.reads(), [blocks.reads(s, **sizes) for s in range(1, S + 1)]
         self.cache.reset_reads()
-        return Counted(
-            sum(r.total for r in reads), sum(blocks.reads(s, **sizes) for s in range(1, S + 1)),
-            last.cmp, last.sel, last.win,
-            sum(blocks.reads(s, **sizes) for s in range(S - self.T + 1, S + 1)),
-        )  # fmt: skip
+        total, last = sum(r.total for r in reads), reads[-1]
+        return Counted(total, sum(due), last.cmp, last.sel, last.win, sum(due[-self.T :]))
 
     def _find_route(self) -> None:
         """The route that policy asks for, the one a call takes, and why they differ if they do."""
-        request = dispatch.make_request(
-            Branch.STEP, self.q, self.cache.k_sel, self.cache.v_sel, self.S, self.flags,
-            self.backend,
-        )  # fmt: skip
+        keys = self.cache.k_sel, self.cache.v_sel, self.S
+        request = dispatch.make_request(Branch.STEP, self.q, *keys, self.flags, self.backend)
         wanted = dispatch.decide(request, self.flags, self.backend).route
         with dispatch.trace() as taken:
             self._attend(self.backend)
@@ -180,8 +168,6 @@ class Step:
             self.q, c.groups, c.d_v, max_len=self.S, in_graph=in_graph, branch=branch,
             use_cluster=self.flags.use_cluster, fp8=self.fp8, **c.sizes(),
         )  # fmt: skip
-
-    # ---- inputs ------------------------------------------------------------------------------
 
     def inputs(self) -> list[Tensor]:
         c = self.cache
@@ -255,12 +241,7 @@ class Step:
             torch.empty_like(x).normal_(generator=gen)
         for name in BUFFERS:
             self.draw(name, gen, getattr(plain, name))
-        got, want = (
-            attention.nsa_decode(
-                self.q, one, None, self.gates, backend=self.backend, flags=self.flags
-            )[0].double()
-            for one in (cache, plain)
-        )
+        got, want = (self._attend(self.backend, one)[0].double() for one in (cache, plain))
         return float((got - want).norm() / want.norm())
 
     def renew(self, seed: int) -> None:
@@ -282,9 +263,7 @@ class Step:
         groups; and the mean number of blocks that the queries of one choose together."""
         c, S = self.config, self.S
         own = (S - 1) // c.l_sel
-        chosen = torch.zeros(
-            len(self.q), c.groups, own + 2, dtype=torch.int64, device=self.q.device
-        )
+        chosen = self.blocks.new_zeros(len(self.q), c.groups, own + 2, dtype=torch.int64)
         at = self.blocks.long() % (own + 2)  # -1, none, is the last
         chosen.scatter_(-1, at.transpose(1, 2).flatten(2), 1)
         chosen = chosen[..., : own + 1]
@@ -308,12 +287,10 @@ class Step:
         finally:
             put(S)
 
-    # ---- calls -------------------------------------------------------------------------------
-
-    def _attend(self, backend: str | None) -> tuple[Tensor, Tensor]:
-        return attention.nsa_decode(
-            self.q, self.cache, None, self.gates, backend=backend, flags=self.flags
-        )
+    def _attend(self, backend: str | None, cache: Any = None) -> tuple[Tensor, Tensor]:
+        cache = self.cache if cache is None else cache
+        how = dict(backend=backend, flags=self.flags)
+        return attention.nsa_decode(self.q, cache, None, self.gates, **how)
 
     def total(self) -> Callable[[], tuple[Tensor, Tensor]]:
         """The step: a named route where Triton was chosen, so that no sample can fall back."""
@@ -335,17 +312,13 @@ class Step:
                 v_descale=cache.v_descale,
             ))  # fmt: skip
         at = self.S - self.T
-        calls = {
+        q, calls = self.q, {
             "cmp": lambda: attention.compressed_attention(
-                self.q, *cache.compressed(), l=c.l, d=c.d, q_start=at, flags=flags
-            )[0],
+                q, *cache.compressed(), l=c.l, d=c.d, q_start=at, flags=flags)[0],
             "sel": lambda: attention.selection_attention(
-                self.q, *cache.selectable(), self.blocks, block_size=c.l_sel, q_start=at,
-                flags=flags,
-            ),
+                q, *cache.selectable(), self.blocks, block_size=c.l_sel, q_start=at, flags=flags),
             "win": lambda: attention.sliding_attention(
-                self.q, *cache.window(self.T), window=c.w, flags=flags
-            ),
+                q, *cache.window(self.T), window=c.w, flags=flags),
         }  # fmt: skip
         return torch.no_grad()(calls[branch])
 
@@ -356,8 +329,6 @@ class Step:
         with dispatch.trace() as taken:
             self.alone(branch)()
         return taken[-1].route.value
-
-    # ---- truth -------------------------------------------------------------------------------
 
     def check_choice(self, chosen: Tensor) -> None:
         """Raise ValueError unless the chosen blocks are the best by the paper's scores in fp64.
@@ -372,8 +343,8 @@ class Step:
         if self.exact:
             scores = oracle.group_block_scores(self.q, k_cmp, **sizes)
         else:
-            scores = _by_sequence(lambda q, k: select.group_block_scores(
-                q, k, n_blocks=(self.S - 1) // c.l_sel + 1, **sizes), self.q, k_cmp)  # fmt: skip
+            sizes["n_blocks"] = (self.S - 1) // c.l_sel + 1
+            scores = _by_sequence(partial(select.group_block_scores, **sizes), self.q, k_cmp)
         for i in range(self.T):
             t = first + i
             own = t // c.l_sel
@@ -400,31 +371,31 @@ class Step:
         """A branch's output [B, T, HQ, Dv] in fp64 from the paper's equations."""
         c, t, q = self.config, self.S - self.T, self.q
         lib = self.exact or reference
+        true = lambda attend, *given: (
+            attend(q, *given) if self.exact else _by_sequence(attend, q, *given)
+        )
         if branch == "cmp":
-            return self._true(lambda q, k, v: lib.compressed_attention(
-                q, k, v, l=c.l, d=c.d, q_start=t)[0], q, *self.cache.compressed())  # fmt: skip
+            sizes = dict(l=c.l, d=c.d, q_start=t)
+            attend = lambda q, k, v: lib.compressed_attention(q, k, v, **sizes)[0]
+            return true(attend, *self.cache.compressed())
         if branch == "win":
             k, v = self.cache.window(self.T)
-            return self._true(lambda q, k, v: lib.sliding_attention(
-                q, k, v, window=c.w, q_start=k.shape[1] - self.T), q, k, v)  # fmt: skip
+            how = dict(window=c.w, q_start=k.shape[1] - self.T)
+            return true(partial(lib.sliding_attention, **how), k, v)
         ranges = oracle.blocks_to_ranges(chosen.cpu(), c.l_sel, t)
         if not self.exact:
             ranges = ranges.to(q.device)
-        return self._true(lib.selection_attention, q, *self.cache.selectable(), ranges)
-
-    def _true(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        return attend(*tensors) if self.exact else _by_sequence(attend, *tensors)
+        return true(lib.selection_attention, *self.cache.selectable(), ranges)
 
     def total_truth(self, chosen: Tensor) -> Tensor:
         self.check_choice(chosen)
         return oracle.gated_sum(self.gates, *(self.truth(b, chosen) for b in BRANCHES))
 
-    def plain(self, branch: str, chosen: Tensor) -> Tensor:
-        """The same branch as PyTorch computes it in the inputs' dtype."""
-        return torch.cat([self._plain(branch, chosen, i) for i in range(self.T)], 1)
-
-    def _plain(self, branch: str, chosen: Tensor, i: int) -> Tensor:
-        """plain() for new token i alone: [B, 1, HQ, Dv]."""
+    def plain(self, branch: str, chosen: Tensor, i: int | None = None) -> Tensor:
+        """The same branch as PyTorch computes it in the inputs' dtype; of new token i alone
+        [B, 1, HQ, Dv], or of all."""
+        if i is None:
+            return torch.cat([self.plain(branch, chosen, i) for i in range(self.T)], 1)
         c, q, n = self.config, self.q[:, i : i + 1], self.S - self.T + 1 + i
         if branch == "cmp":
             seen = blocks.num_compressed(n, c.l, c.d)
@@ -434,19 +405,13 @@ class Step:
             end = k.shape[1] - (self.S - n)
             return attend(q, *(x[:, max(end - c.w, 0) : end] for x in (k, v)))
         k, v = self.cache.selectable()
-        h = self.config.heads_per_group
-        size = self.config.l_sel
-        parts = []
-        for b in range(k.shape[0]):
-            for g in range(k.shape[2]):
-                at = [
-                    t for j in chosen[b, i, g].tolist() if j >= 0
-                    for t in range(j * size, min((j + 1) * size, n))
-                ]  # fmt: skip
-                heads = q[b : b + 1, :, g * h : (g + 1) * h]
-                keys, values = (x[b : b + 1, at, g : g + 1] for x in (k, v))
-                parts.append(attend(heads, keys, values))
-        return torch.cat(parts, 2).view(k.shape[0], 1, self.config.heads, -1)
+        h, size, parts = c.heads_per_group, c.l_sel, []
+        for b, g in itertools.product(range(k.shape[0]), range(k.shape[2])):
+            picked = [j for j in chosen[b, i, g].tolist() if j >= 0]
+            at = [t for j in picked for t in range(j * size, min((j + 1) * size, n))]
+            keys, values = (x[b : b + 1, at, g : g + 1] for x in (k, v))
+            parts.append(attend(q[b : b + 1, :, g * h : (g + 1) * h], keys, values))
+        return torch.cat(parts, 2).view(k.shape[0], 1, c.heads, -1)
 
     def total_plain(self, chosen: Tensor) -> Tensor:
         parts = [self.plain(b, chosen) for b in BRANCHES]
@@ -457,11 +422,9 @@ class Step:
         known = *self._filled, self.S
         if self._dense is None or self._dense[0] != known:
             tensors, t = (self.q, *self.cache.selectable()), self.S - 1
-            if self.exact:
-                out = oracle.causal_attention(*tensors, q_start=t)
-            else:
-                out = _by_sequence(lambda q, k, v: reference.sliding_attention(
-                    q, k, v, window=self.S, q_start=t), *tensors)  # fmt: skip
+            whole = partial(reference.sliding_attention, window=self.S, q_start=t)
+            out = (oracle.causal_attention(*tensors, q_start=t) if self.exact
+                   else _by_sequence(whole, *tensors))  # fmt: skip
             self._dense = known, out
         return self._dense[1]
 
@@ -490,32 +453,24 @@ def dense_contenders(step: Step) -> list[Contender]:
     k, v = (x.transpose(1, 2) for x in step.dense)
     G, d_v = k.shape[1], v.shape[-1]
 
-    def rows(v: Tensor = v) -> Tensor:
-        out = F.scaled_dot_product_attention(q.view(B, G, HQ // G, -1), k, v)
-        return out[..., :d_v].reshape(B, 1, HQ, -1)
-
-    def gqa(v: Tensor = v) -> Tensor:
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=True)
-        return out[..., :d_v].transpose(1, 2)
-
-    def on(backend: SDPBackend, form: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            with torch.no_grad(), sdpa_kernel(backend):
-                return form()
-
-        return call
+    @torch.no_grad()
+    def call(backend: SDPBackend, layout: str, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            if layout.startswith("rows"):
+                out = F.scaled_dot_product_attention(q.view(B, G, HQ // G, -1), k, v)
+                return out[..., :d_v].reshape(B, 1, HQ, -1)
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=True)
+            return out[..., :d_v].transpose(1, 2)
 
     keys, width = B * k.shape[2] * G, k.shape[-1] + d_v
-
     names = ("flash", "cudnn") if q.is_cuda else ("flash", "math")
     if q.is_cuda and step.exact:  # the others copy K and V to every head, or to fp32
         names = tuple(BACKENDS)
-    forms = [("rows", rows), ("gqa", gqa)]
+    layouts = {"rows": v, "gqa": v}
     if step.v_padded is not None:
-        wide = step.v_padded.transpose(1, 2)
-        forms += [("rows padded", lambda: rows(wide)), ("gqa padded", lambda: gqa(wide))]
-    found = usable({f"dense sdpa {name} {layout}": on(BACKENDS[name], form)
-                    for name in names for layout, form in forms})  # fmt: skip
+        layouts |= dict.fromkeys(("rows padded", "gqa padded"), step.v_padded.transpose(1, 2))
+    found = usable({f"dense sdpa {name} {layout}": partial(call, BACKENDS[name], layout, values)
+                    for name in names for layout, values in layouts.items()})  # fmt: skip
     if why := found.why_none():
         note(f"decode bench: no dense attention to compare with at S={step.S}: {why}", "warn")
     return [

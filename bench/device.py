@@ -1,12 +1,9 @@
 """What the card is, what it could do, and what it does while a case is timed (NVML)."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import threading
-import time
-from collections.abc import Callable
+import timeit
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,15 +21,10 @@ TENSOR_PEAK = {
 
 # Reasons under which a sample says little about the card. SwPowerCap is normal on long GEMMs.
 THROTTLED = {"HwSlowdown", "HwThermal", "SwThermal", "HwPowerBrake"}
-_REASONS = {
-    "GpuIdle": 0x1, "AppClocks": 0x2, "SwPowerCap": 0x4, "HwSlowdown": 0x8, "SyncBoost": 0x10,
+_REASONS = {  # 0x1 is that of an idle card
+    "AppClocks": 0x2, "SwPowerCap": 0x4, "HwSlowdown": 0x8, "SyncBoost": 0x10,
     "SwThermal": 0x20, "HwThermal": 0x40, "HwPowerBrake": 0x80, "DisplayClocks": 0x100,
 }  # fmt: skip
-
-
-def reason_names(bits: int) -> list[str]:
-    """Names of the clock event reasons set in NVML's bit field, idle left out."""
-    return [name for name, bit in _REASONS.items() if bits & bit and name != "GpuIdle"]
 
 
 @dataclass
@@ -105,10 +97,10 @@ class Gpu:
             "sm_mhz": self.ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
             "power_w": power / 1e3 if power is not None else None,
             "temp_c": self.ask("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
-            "reasons": reason_names(bits or 0),
+            "reasons": [name for name, bit in _REASONS.items() if (bits or 0) & bit],
         }
 
-    def watch(self, every_s: float = 0.025) -> Watch:
+    def watch(self, every_s: float = 0.025) -> "Watch":
         return Watch(self, every_s)
 
 
@@ -120,7 +112,7 @@ class Watch:
     every_s: float = 0.025
     states: list[dict[str, Any]] = field(default_factory=list)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         if self.gpu is not None and self.gpu.nvml is not None:
@@ -155,15 +147,7 @@ def host_ceilings() -> Ceilings:
     a = torch.ones(256, 256)
     b = torch.empty_like(a)
 
-    def best_s(call: Callable[[], object]) -> float:
-        times = []
-        for _ in range(20):
-            begin = time.perf_counter()
-            for _ in range(10):
-                call()
-            times.append((time.perf_counter() - begin) / 10)
-        return min(times)
-
+    best_s = lambda call: min(timeit.repeat(call, number=10, repeat=20)) / 10
     copy, product = best_s(lambda: b.copy_(a)), best_s(lambda: torch.mm(a, a, out=b))
     return Ceilings(2 * a.nbytes / copy / 1e9, 2 * 256**3 / product / 1e12, "measured")
 

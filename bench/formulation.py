@@ -7,8 +7,6 @@ which attention operators ran and how often, and what the same operators take wh
 themselves.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections import Counter

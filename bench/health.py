@@ -14,9 +14,8 @@ one to be seen); its row stands beside that of the card that is benched. Exit co
 measured, 1 the card corrupts data, 3 there is no CUDA device.
 """
 
-from __future__ import annotations
-
 import json
+import math
 import statistics
 import sys
 import time
@@ -67,50 +66,35 @@ def gemm_tflops(clock: CudaClock, free: int) -> tuple[float, float]:
     return 2 * n**3 / burst / 1e6, 2 * n**3 / long / 1e6
 
 
-def h2d_gbs() -> float | None:
+def h2d_gbs(clock: CudaClock) -> float | None:
     """Pinned host to device, 256 MiB; None where memory cannot be pinned."""
     try:
         host = torch.empty(2**28, dtype=torch.int8, pin_memory=True)
     except RuntimeError:
         return None
     device = torch.empty(2**28, dtype=torch.int8, device="cuda")
-    times = []
-    for _ in range(6):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        device.copy_(host, non_blocking=True)
-        last.record()
-        torch.cuda.synchronize()
-        times.append(first.elapsed_time(last))
-    return 2**28 / statistics.median(times[1:]) / 1e6
+    return 2**28 / median_us(clock, lambda: device.copy_(host, non_blocking=True), 5) / 1e3
 
 
-def launch_us() -> float:
+def launch_us(clock: CudaClock) -> float:
     """Host time per launch of a kernel that does next to nothing, back to back."""
     x = torch.zeros(1, device="cuda")
-    for _ in range(50):
-        x.add_(1)
-    rounds = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(200):
-            x.add_(1)
-        torch.cuda.synchronize()
-        rounds.append((time.perf_counter() - begin) / 200 * 1e6)
-    return statistics.median(rounds)
+    launch = lambda: x.add_(1)
+    clock.wall(launch, 50)
+    return statistics.median(clock.wall(launch, 200) for _ in range(5))
 
 
 def aa_ratios(clock: CudaClock) -> list[float]:
     """Identical code against itself, as a bench would time it: a median ratio per trial."""
-    ratios = []
     budget = Budget(device_s=0.03, wall_s=0.4, min_n=30)
     small = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     large = torch.randn(64 * 2**20, device="cuda", dtype=torch.bfloat16)
-    for call in (lambda: small @ small, lambda: large * 2, lambda: torch.softmax(small, -1)):
-        for _ in range(6):
-            ratios.append(statistics.median(sample(clock, call, call, True, budget).ratios))
-    return ratios
+    calls = [lambda: small @ small, lambda: large * 2, lambda: torch.softmax(small, -1)]
+    return [
+        statistics.median(sample(clock, call, call, True, budget).ratios)
+        for call in calls
+        for _ in range(6)
+    ]
 
 
 def memory_in_use() -> dict[str, int]:
@@ -208,7 +192,7 @@ def measure(gpu: Gpu, in_use: Mapping[str, int], deep: bool) -> dict[str, Any]:
         torch.cuda.empty_cache()
         burst, long = gemm_tflops(clock, free)
         torch.cuda.empty_cache()
-        upload, latency = h2d_gbs(), launch_us()
+        upload, latency = h2d_gbs(clock), launch_us(clock)
         ratios = aa_ratios(clock)
     seen = watch.summary()
     throttled = sorted(THROTTLED & set(seen["reasons"]))
@@ -246,15 +230,15 @@ def main(argv: list[str] | None = None) -> int:
     if folder and args.gpu is None:
         write_atomic(folder / "health.json", json.dumps(row, indent=1) + "\n")
     share = lambda x: "" if x is None else f"  ({x:.0%} of nominal)"
-    print(f"{row['device']}, driver {row['driver']}")
-    print(f"copy       {row['copy_gbs']:8.0f} GB/s{share(row['copy_frac'])}")
-    print(f"bf16 GEMM  {row['gemm_bf16_tflops']:8.0f} TFLOP/s{share(row['gemm_frac'])}, "
-          f"sustained {row['gemm_sustained_tflops']:.0f}")  # fmt: skip
-    print(f"upload     {row['h2d_gbs'] or float('nan'):8.1f} GB/s")
-    print(f"launch     {row['launch_us']:8.2f} us")
-    print(f"A/A floor  {row['aa_noise_floor']:8.1%}  (worst of {row['aa_trials']} trials "
-          f"{row['aa_worst']:.1%})")  # fmt: skip
-    print(f"{row['status']}: {'; '.join(row['why']) or 'as fast as it should be'}")
+    worst = f"(worst of {row['aa_trials']} trials {row['aa_worst']:.1%})"
+    print(f"""{row["device"]}, driver {row["driver"]}
+copy       {row["copy_gbs"]:8.0f} GB/s{share(row["copy_frac"])}
+bf16 GEMM  {row["gemm_bf16_tflops"]:8.0f} TFLOP/s{share(row["gemm_frac"])}, \
+sustained {row["gemm_sustained_tflops"]:.0f}
+upload     {row["h2d_gbs"] or math.nan:8.1f} GB/s
+launch     {row["launch_us"]:8.2f} us
+A/A floor  {row["aa_noise_floor"]:8.1%}  {worst}
+{row["status"]}: {"; ".join(row["why"]) or "as fast as it should be"}""")
     return 1 if row["status"] == "FAIL" else 0
 
 

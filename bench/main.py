@@ -4,8 +4,6 @@ CSV. A bench is a parser's own options, a table of columns, and a generator of i
 Exit codes: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,11 +16,11 @@ from bench.clock import CudaClock
 from bench.device import Gpu, ceilings
 from bench.provenance import provenance
 from bench.records import (
+    CSV_STDOUT,
     BenchRow,
-    add_csv_argument,
-    add_shrink_argument,
     amount,
     check_flags,
+    csv_target,
     doc_parser,
     integers,
     note,
@@ -35,9 +33,6 @@ from bench.records import (
 from bench.timing import Budget, measure
 
 Line = tuple[BenchRow, dict[str, Any], str]  # a row, its line of the CSV, the same for people
-
-
-# ---- options -------------------------------------------------------------------------------------
 
 
 def names(*allowed: str) -> Callable[[str], list[str]]:
@@ -59,11 +54,14 @@ def bench_parser(
     *,
     lengths: Sequence[int] = (),
     sizes: Mapping[str, int | tuple[int, str]] | None = None,
+    lists: Mapping[str, tuple[Sequence[str], Sequence[str] | None, str]] | None = None,
     device_s: float | None = None,
+    timeout_s: float | None = None,
     shrinks: bool = True,
 ) -> argparse.ArgumentParser:
     """A parser with --csv and what else benches share: --S_list with these default lengths, an
-    option per size with its default, or that and what it is, --seconds, --shrink."""
+    option per size with its default, or that and what it is, one per list of names (all that may be
+    there, the default, and words), --seconds, --timeout, --shrink."""
     parser = doc_parser(doc)
     if lengths:
         parser.add_argument("--S_list", type=integers, default=list(lengths), help="tokens, a,b,c")
@@ -71,38 +69,42 @@ def bench_parser(
         value, what = value if isinstance(value, tuple) else (value, "")
         text = f"{what} (default {value})".lstrip()
         parser.add_argument(f"--{name}", type=positive, default=value, help=text)
+    for name, (allowed, default, what) in (lists or {}).items():
+        text = f"from {','.join(allowed)}{what}"
+        parser.add_argument(f"--{name}", type=names(*allowed), default=default, help=text)
     if device_s is not None:
         text = f"device time a row, at most (default {device_s:g})"
         parser.add_argument("--seconds", type=amount, default=device_s, help=text)
-    add_csv_argument(parser)
-    if shrinks:
-        add_shrink_argument(parser)
+    if timeout_s is not None:
+        text = f"seconds until a collective that a rank does not join fails (default {timeout_s:g})"
+        parser.add_argument("--timeout", type=amount, default=timeout_s, help=text)
+    parser.add_argument(
+        "--csv", nargs="?", const=CSV_STDOUT, metavar="PATH", type=csv_target,
+        help="write the rows as CSV to PATH, or to stdout without PATH",
+    )  # fmt: skip
+    if shrinks:  # what the runner adds when a bench is tried again after it ran out of memory
+        parser.add_argument(
+            "--shrink", type=int, default=1, metavar="K", choices=range(1, 65),
+            help="divide the sizes by K, 1 to 64, and say so in a note (default 1)",
+        )  # fmt: skip
     return parser
 
 
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; a usage error for sizes that no kernel takes together, or a malformed flag."""
+    """The arguments; a usage error for sizes --HQ, --G, --D, ... that no kernel takes together, or
+    a malformed flag."""
     args = parser.parse_args(argv)
     if hasattr(args, "HQ"):
-        check_sizes(parser, args)
+        if args.HQ % args.G:
+            parser.error(f"--G must divide --HQ, got {args.G} and {args.HQ}")
+        for name in ("D", "Dv"):
+            if (got := getattr(args, name, 8)) % 8 or got > 256:
+                parser.error(f"--{name} must be a multiple of 8 up to 256, got {got}")
+        for name in ("l", "l_sel"):
+            if (got := getattr(args, name, args.d)) % args.d:
+                parser.error(f"--d must divide --{name}, got {args.d} and {got}")
     check_flags(parser)
     return args
-
-
-def check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """A usage error for sizes --HQ, --G, --D, ... that no kernel takes together."""
-    if args.HQ % args.G:
-        parser.error(f"--G must divide --HQ, got {args.G} and {args.HQ}")
-    for name in ("D", "Dv"):
-        if getattr(args, name, 8) % 8 or getattr(args, name, 8) > 256:
-            got = getattr(args, name)
-            parser.error(f"--{name} must be a multiple of 8 up to 256, got {got}")
-    for name in ("l", "l_sel"):
-        if getattr(args, name, args.d) % args.d:
-            parser.error(f"--d must divide --{name}, got {args.d} and {getattr(args, name)}")
-
-
-# ---- the loop ------------------------------------------------------------------------------------
 
 
 def card_tools(budget: Budget, clock: Callable[[], CudaClock] | None = None) -> dict[str, Any]:
@@ -112,12 +114,8 @@ def card_tools(budget: Budget, clock: Callable[[], CudaClock] | None = None) -> 
         note("torch sees no CUDA device: nothing was timed", "warn")
         return {}
     gpu = Gpu()
-    return {
-        "clock": (clock or CudaClock)(),
-        "gpu": gpu,
-        "ceiling": ceilings(gpu, out_dir()),
-        "budget": budget,
-    }
+    ceiling = ceilings(gpu, out_dir())
+    return {"clock": (clock or CudaClock)(), "gpu": gpu, "ceiling": ceiling, "budget": budget}
 
 
 def time_cases(
@@ -154,9 +152,7 @@ def write_rows(
     args: argparse.Namespace, columns: Sequence[str], lines: Iterable[Line], quiet: bool = False
 ) -> int:
     """Say and write each line as it comes; the exit code. quiet: another rank does that."""
-    rows: list[BenchRow] = []
-    written: list[dict[str, Any]] = []
-    failed = False
+    rows, written, failed = [], [], False
     for row, flat, text in lines:
         rows.append(row)
         written.append(flat)

@@ -13,14 +13,12 @@ CPU processes it runs over gloo.
 Exit code: 0 timed, 1 a result is wrong, 2 usage error, 3 fewer than two ranks.
 """
 
-from __future__ import annotations
-
-import argparse
 import itertools
 import math
 import os
 import random
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +35,7 @@ from torch import Tensor
 from bench.main import Line, bench_parser, parsed
 from bench.proof import Marks
 from bench.provenance import COLUMNS as PROVENANCE
-from bench.ranks import Timed, add_timeout, leave_ranks, of_all, on_ranks, rank_row, seed_of_all
+from bench.ranks import Timed, leave_ranks, of_all, on_ranks, rank_row, seed_of_all
 from bench.records import BenchRow, integers, note, positive, shrunk
 from bench.stats import half_width
 
@@ -160,7 +158,7 @@ def case(op: str, mib: int, device: torch.device, iters: int, about: dict[str, A
     return replace(row, columns={**columns, "algbw_gbs": rate, "busbw_gbs": rate * share})
 
 
-def lines(args: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Iterator[Line]:
+def lines(args: Namespace, device: torch.device, about: dict[str, Any]) -> Iterator[Line]:
     """Every operation and size, the same on every rank."""
     for op, mib in itertools.product(OPS, args.mib):
         row = case(op, mib, device, args.iters, about)
@@ -170,12 +168,11 @@ def lines(args: argparse.Namespace, device: torch.device, about: dict[str, Any])
         yield row, flat, row.line() + (f"  bus {rate:.1f} GB/s" if rate else "")
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = bench_parser(__doc__)
+def parse(argv: list[str] | None = None) -> Namespace:
+    parser = bench_parser(__doc__, timeout_s=60.0)
     sizes = [1, 16, 256, 1024] if torch.cuda.is_available() else [1]
     parser.add_argument("--mib", type=integers, default=sizes, help="buffer sizes in MiB, a,b,c")
     parser.add_argument("--iters", type=positive, default=25, help="samples per case")
-    add_timeout(parser, 60.0)
     args = parsed(parser, argv)
     if args.iters < 3:
         parser.error(f"--iters must be 3 or more, got {args.iters}")

@@ -4,8 +4,6 @@ A result is right when its mean error, its largest error and its worst row are, 
 oracle and beside the plain PyTorch computation in the same dtype, and the kernel asked for ran.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -17,14 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.records import emit, path_agrees
+from bench.records import emit, is_number, path_agrees
 
-MAE_LIMIT = {
-    torch.float16: 1e-3,
-    torch.bfloat16: 1e-3,
-    torch.float32: 1e-4,
-    torch.float64: 1e-10,
-}
+MAE_LIMIT = dict.fromkeys((torch.float16, torch.bfloat16), 1e-3)
+MAE_LIMIT |= {torch.float32: 1e-4, torch.float64: 1e-10}
 
 
 @dataclass
@@ -153,9 +147,7 @@ def measure_parity(
         status = "INVALID"
         why.append(f"never launched: {', '.join(missing)}")
 
-    def number(x: float | None) -> float | None:
-        return x if x is not None and math.isfinite(x) else None
-
+    number = lambda x: x if is_number(x) else None
     return Parity(
         case, op, str(dtype).removeprefix("torch."), path_requested, path_taken,
         dict(launches or {}), fallback_reason, number(mae), number(max_abs), number(ref_max),

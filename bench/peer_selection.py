@@ -4,10 +4,9 @@ They get the blocks that NSA chose, have no backward, and must be installed by t
 PYTHONPATH as a checkout. What they want besides NSA's tensors is made outside of the clock.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -119,10 +118,9 @@ class CudnnSelection(SelectionPeer):
     def exact(self, dtype: torch.dtype = torch.float64) -> Tensor:
         x, s = self.x, self.x.shape
         rows = lambda name, a, b: getattr(x, name)[:, a:b].detach().to(dtype)
-        see_all = lambda t: row_output(
-            "sel", s, s.S - 1, rows("q", t, t + 1), rows, x.blocks[:, t : t + 1]
-        )
-        return torch.cat([see_all(t) for t in x.at], 1)
+        see_all = partial(row_output, "sel", s, s.S - 1)
+        outs = [see_all(rows("q", t, t + 1), rows, x.blocks[:, t : t + 1]) for t in x.at]
+        return torch.cat(outs, 1)
 
 
 # By the name that --selection has: the class, the module that it calls, what it is installed by.

@@ -6,8 +6,6 @@ called one after another as its module for one GPU does. Its window needs a buil
 here that is FA-2, the package's or torch's, whichever nsa.kernels.fa2 finds.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -43,9 +41,7 @@ class Sfnsa:
 
     name = "sfnsa"
 
-    def __init__(
-        self, package: ModuleType, x: Prefill, window: Callable[..., Tensor] = fa2.sliding_fa2
-    ) -> None:
+    def __init__(self, package: ModuleType, x: Prefill, window: Callable = fa2.sliding_fa2) -> None:
         s = self.shape = x.shape
         if s.B != 1:
             raise ValueError(f"sfnsa is called on one sequence, got B={s.B}")
@@ -86,8 +82,6 @@ class Sfnsa:
         out_sel = self.ops.select_attn(q, k_sel, v_sel, self.topk, sm_scale=scale)
         out_win = self.window(x.q, x.k_win, x.v_win, window=self.shape.w)[0]
         return self.combine(out_cmp, out_sel, out_win, logits)[None]
-
-    # ---- truth -------------------------------------------------------------------------------
 
     def blocks(self) -> Tensor:
         """The blocks of its last call as NSA numbers them [1, S, G, n_sel], -1 for none."""

@@ -1,11 +1,9 @@
 """One length of prefill as its bench times it: inputs, calls, what sampled queries must give."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -96,9 +94,8 @@ class Prefill:
         self.q = torch.empty(s.B, s.S, s.HQ, s.D, **like)
         self.do = torch.empty(s.B, s.S, s.HQ, s.Dv, **like)
         self.k_cmp, self.v_cmp = kv(n_cmp, s.D), kv(n_cmp, s.Dv)
-        self.k_sel, self.v_sel, self.k_win, self.v_win = (
-            kv(s.S, s.D), kv(s.S, s.Dv), kv(s.S, s.D), kv(s.S, s.Dv)
-        )  # fmt: skip
+        self.k_sel, self.v_sel = kv(s.S, s.D), kv(s.S, s.Dv)
+        self.k_win, self.v_win = kv(s.S, s.D), kv(s.S, s.Dv)
         self.gates = torch.empty(s.B, s.S, s.HQ, 3, **like)
         self.at = sampled(shape, samples)
         self.blocks: Tensor | None = None
@@ -140,8 +137,6 @@ class Prefill:
         s = self.shape
         return dict(l=s.l, d=s.d, l_sel=s.l_sel, n_sel=s.n_sel, n_init=1, n_local=2)
 
-    # ---- calls -------------------------------------------------------------------------------
-
     def forward(self, op: str) -> Any:
         from nsa.kernels import prefill
 
@@ -150,25 +145,17 @@ class Prefill:
             out, aux = prefill.nsa_prefill_triton(*self.inputs()[:8], **self.sizes, window=s.w)
             self.blocks = aux["block_indices"]
             return out
+        cmp = partial(prefill.compressed_attention_triton, self.q, self.k_cmp, self.v_cmp)
         if op == "cmp":
-            return prefill.compressed_attention_triton(
-                self.q, self.k_cmp, self.v_cmp, l=s.l, d=s.d
-            )[0]
+            return cmp(l=s.l, d=s.d)[0]
         if op == "win":
             return prefill.sliding_attention_triton(self.q, self.k_win, self.v_win, window=s.w)[0]
         if op == "sel":
             return prefill.selection_blocks_triton(
-                self.q,
-                self.k_sel,
-                self.v_sel,
-                self.blocks,
-                block_size=s.l_sel,
-                is_ascending=True,
+                self.q, self.k_sel, self.v_sel, self.blocks, block_size=s.l_sel, is_ascending=True
             )
         if self.lse is None:
-            self.lse = prefill.compressed_attention_triton(
-                self.q, self.k_cmp, self.v_cmp, l=s.l, d=s.d
-            )[1]
+            self.lse = cmp(l=s.l, d=s.d)[1]
         return prefill.select_blocks_triton(self.q, self.k_cmp, self.lse, **self.sizes)
 
     lse: Tensor | None = None
@@ -190,8 +177,6 @@ class Prefill:
         names = {"cmp": ("q", "k_cmp", "v_cmp"), "win": ("q", "k_win", "v_win"),
                  "sel": ("q", "k_sel", "v_sel")}.get(op)  # fmt: skip
         return [getattr(self, n) for n in names] if names else self.inputs()[:8]
-
-    # ---- truth -------------------------------------------------------------------------------
 
     def where(self, t: int) -> tuple[int, int, int]:
         """First row, and first compressed row, of query t's sequence, and its position there."""
@@ -229,12 +214,11 @@ class Prefill:
                 n_blocks=-(-s.S // s.l_sel), q_start=t,
             )[:, 0]  # fmt: skip
             got, own = chosen[:, t], t // s.l_sel
-            forced = {0, own, max(own - 1, 0)}
             legal = (got >= 0).sum(-1) == (best >= 0).sum(-1)
             legal &= (got <= own).all(-1)
             ordered = got.sort(-1).values
             legal &= ~((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
-            for block in forced:
+            for block in {0, own, max(own - 1, 0)}:
                 legal &= (got == block).any(-1)
             last = scores.shape[-1] - 1  # a kernel that is wrong may name any block
             sums = [(scores.gather(-1, b.clamp(0, last).long()) * (b >= 0)).sum(-1)
@@ -352,10 +336,7 @@ class Projections:
 
     BASE = 10000.0
 
-    def __init__(
-        self, shape: Shape, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
-        samples: int = 12,
-    ) -> None:  # fmt: skip
+    def __init__(self, shape: Shape, device: str = "cuda", dtype: Any = torch.bfloat16) -> None:
         s = self.shape = shape
         like = {"dtype": dtype, "device": device}
         self.widths = s.HQ * s.D, 3 * s.G * s.D, 3 * s.G * s.Dv
@@ -363,7 +344,7 @@ class Projections:
         kv = [torch.empty(s.B, s.S, s.G, width, **like) for width in 3 * (s.D, s.Dv)]
         self.do = [torch.empty(s.B, s.S, s.HQ, s.D, **like), *kv]
         self.positions = torch.arange(s.S, device=device)
-        self.at = sampled(shape, samples)
+        self.at = sampled(shape, 12)
         self.sampled_rows = torch.tensor(self.at, device=device)
 
     def refill(self, seed: int) -> None:
@@ -384,15 +365,8 @@ class Projections:
         from nsa.kernels.prefill import split_turned_triton
 
         s = self.shape
-        return split_turned_triton(
-            self.qkv,
-            self.positions,
-            heads=s.HQ,
-            groups=s.G,
-            d_k=s.D,
-            d_v=s.Dv,
-            rope_base=self.BASE,
-        )
+        sizes = dict(heads=s.HQ, groups=s.G, d_k=s.D, d_v=s.Dv, rope_base=self.BASE)
+        return split_turned_triton(self.qkv, self.positions, **sizes)
 
     def rows(self, parts: tuple[Tensor, ...]) -> Tensor:
         """The sampled tokens of the seven parts, side by side: q, k and v of cmp, sel, win."""

@@ -6,8 +6,6 @@ different. The kernels launched must be those of one call times the calls. The o
 that are drawn at random, and that nothing announces, are held against the fp64 oracle.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time
@@ -48,12 +46,10 @@ class NotProven(Exception):
 def poison(like: Any, copies: int = 3) -> None:
     """Leave NaN in freed memory of this tensor's size, or of each one's of several, so that an
     output nobody wrote shows."""
-    if isinstance(like, (tuple, list)):
-        for one in like:
-            poison(one, copies)
-    elif isinstance(like, Tensor) and like.is_floating_point():
-        spoiled = [torch.full_like(like, float("nan")) for _ in range(copies)]
-        del spoiled
+    for x in like if isinstance(like, (tuple, list)) else [like]:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            spoiled = [torch.full_like(x, float("nan")) for _ in range(copies)]
+            del spoiled
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> list[int]:
@@ -79,9 +75,7 @@ class Marks:
         part = part[:: part.numel() // MARKED | 1].double()  # a stride that is no size's multiple
         if self._weights is None:
             gen = torch.Generator(part.device).manual_seed(0)
-            self._weights = torch.randn(
-                part.numel(), dtype=torch.float64, device=part.device, generator=gen
-            )
+            self._weights = torch.empty_like(part).normal_(generator=gen)
         self._left.append(part @ self._weights)
 
     def check(self, whose: str) -> None:
@@ -92,10 +86,8 @@ class Marks:
             if not math.isfinite(mark):
                 raise NotProven(f"{whose}: a timed call left no finite result")
             if mark in self.seen:
-                raise NotProven(
-                    f"{whose}: a timed call returned what an earlier one had returned on other "
-                    "inputs"
-                )
+                what = "returned what an earlier one had returned on other inputs"
+                raise NotProven(f"{whose}: a timed call {what}")
             self.seen[mark] = None
 
 
@@ -105,9 +97,8 @@ def judge(case: Case, contender: Contender, out: Any, seen: Mapping[str, int]) -
     asked = case.requested if contender is case.candidate and case.requested else contender.path
     own = contender if contender.oracle else case
     parity = measure_parity(
-        case.name, case.bench, case.view(out), own.oracle(),
-        own.same_dtype() if own.same_dtype else None, path_requested=asked,
-        path_taken=contender.path if ran else None, launches=seen,
+        case.name, case.bench, case.view(out), own.oracle(), own.same_dtype and own.same_dtype(),
+        path_requested=asked, path_taken=contender.path if ran else None, launches=seen,
         expect_kernels=contender.kernels, seed=case.seed,
     )  # fmt: skip
     foreign = [k for k in case.foreign if contender is case.candidate and seen.get(k)]
@@ -159,9 +150,7 @@ class Turns:
         self.case, self.contender, self.draw = case, contender, draw
         self.out: Any = None
         self.made = 0
-        self.per_call: Counter[str] = Counter()
-        self.counted: Counter[str] = Counter()
-        self.by_itself: Counter[str] = Counter()
+        self.per_call, self.counted, self.by_itself = (Counter[str]() for _ in range(3))
         self.call = self._call(self._seed, self._mark)
         self.marks = Marks()
 
@@ -264,26 +253,20 @@ class SpotChecks:
 
     def __init__(self, case: Case, ours: Turns, base: Turns | None, draw: random.Random) -> None:
         self.case, self.ours, self.base, self.draw = case, ours, base, draw
+        self.turns = [ours] if base is None else [ours, base]
         self.at_once = 64  # calls of a batch
         whom = [ours, ours] + [base] * (base is not None)
-        self._due = list(zip(sorted(draw.sample(range(1, WITHIN + 1), len(whom))),
-                             draw.sample(whom, len(whom)), strict=True))  # fmt: skip
+        batches = sorted(draw.sample(range(1, WITHIN + 1), len(whom)))
+        self._due = list(zip(batches, draw.sample(whom, len(whom)), strict=True))
         self._parity: int | None = None
         self._recorded = draw.random() < 0.5
         self._waited = False
         self.parity: Parity | None = None  # of the candidate's last judged sample
         self.judged = 0
 
-    @property
-    def turns(self) -> list[Turns]:
-        return [self.ours] + [self.base] * (self.base is not None)
-
     def pending(self, batch: int) -> Turns | None:
         """Whose sample is to be judged in this batch, or, once sampling would end, in some."""
         return self._due[0][1] if self._due and self._due[0][0] <= batch else None
-
-    def left(self) -> bool:
-        return bool(self._due)
 
     def run(
         self, clock: Clock, group: list[Any], repeats: int, cold: bool, call_us: float,
@@ -334,8 +317,7 @@ class SpotChecks:
         made, before = [turns.made for turns in self.turns], launches.counts()
         with launches.recording() if recorded else nullcontext({}) as seen:
             times, elapsed = held(clock, calls, cold)
-        wanted: Counter[str] = Counter()
-        counted: Counter[str] = Counter()
+        wanted, counted = Counter[str](), Counter[str]()
         for turns, n in zip(self.turns, made, strict=True):
             for into, per_call in ((wanted, turns.per_call), (counted, turns.counted)):
                 into.update({kernel: k * (turns.made - n) for kernel, k in per_call.items()})

@@ -1,7 +1,6 @@
 """What a row was measured on: device, software, commit and day, the same columns in every CSV."""
 
-from __future__ import annotations
-
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -64,11 +63,9 @@ def fix_precision() -> str:
 
 def provenance(gpu: Gpu | None) -> dict[str, str | None]:
     """The columns of a row measured on `gpu`, or on the CPU for None; precision is fixed first."""
-    try:
+    triton = driver = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
-    driver = None
     if gpu is not None and gpu.nvml is not None:
         version = gpu.nvml[0].nvmlSystemGetDriverVersion()
         driver = version.decode() if isinstance(version, bytes) else version

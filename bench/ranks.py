@@ -1,13 +1,11 @@
 """How the scripts that run under torchrun start and end their ranks, and time what all do."""
 
-from __future__ import annotations
-
-import argparse
 import datetime
 import os
 import secrets
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -21,7 +19,7 @@ from bench.device import Gpu
 from bench.main import Line, write_rows
 from bench.proof import Marks, NotProven
 from bench.provenance import provenance
-from bench.records import BenchRow, amount, why_no_time
+from bench.records import BenchRow, why_no_time
 
 
 def join_ranks(device_type: str, timeout_s: float) -> torch.device:
@@ -108,54 +106,31 @@ class Timed:
 
 
 def rank_row(
-    every: Sequence[Timed],
-    head: dict[str, Any],
-    columns: dict[str, Any],
-    parity: dict[str, Any],
-    noise: Callable[[Sequence[float]], list[str]],
-    **more: Any,
-) -> BenchRow:
+    every: Sequence[Timed], head: dict[str, Any], columns: dict[str, Any], parity: dict[str, Any],
+    noise: Callable[[Sequence[float]], list[str]], **more: Any,
+) -> BenchRow:  # fmt: skip
     """The row of calls that all ranks timed and whose judged results were right: parity. The
     slowest rank counts. A call that did not do its work or a clock that lies leaves no number.
 
     noise(samples) says what makes them unstable, besides their number; `more` are other fields.
     """
     samples = [max(times) for times in zip(*(timed.samples for timed in every), strict=True)]
-    numbers = {
-        **stats.summary(samples),
-        "timed_us": max(sum(timed.samples) for timed in every),
-        "elapsed_us": max(timed.elapsed_us for timed in every),
-        "timer": "host",
-    }
+    timed_us = max(sum(timed.samples) for timed in every)
+    clocks = dict(timed_us=timed_us, elapsed_us=max(timed.elapsed_us for timed in every))
+    numbers = {**stats.summary(samples), **clocks, "timer": "host"}
     wrong = list(dict.fromkeys(text for timed in every for text in timed.why))
     if wrong := wrong or why_no_time(numbers):
         return BenchRow(status="INVALID", why=wrong, columns=columns, **head)
     why = [*stats.too_few(len(samples)), *noise(samples)]
-    return BenchRow(
-        status="UNSTABLE" if why else "VALID",
-        why=why,
-        parity=parity,
-        judged=len(every[0].judged),
-        columns=columns,
-        **numbers,
-        **more,
-        **head,
-    )
-
-
-def add_timeout(parser: argparse.ArgumentParser, default_s: float) -> None:
-    parser.add_argument(
-        "--timeout",
-        type=amount,
-        default=default_s,
-        help=f"seconds until a collective that a rank does not join fails (default {default_s:g})",
-    )
+    status, judged = "UNSTABLE" if why else "VALID", len(every[0].judged)
+    row = dict(status=status, why=why, parity=parity, judged=judged, columns=columns)
+    return BenchRow(**row, **numbers, **more, **head)
 
 
 def on_ranks(
-    args: argparse.Namespace,
+    args: Namespace,
     columns: Sequence[str],
-    lines: Callable[[argparse.Namespace, torch.device, dict[str, Any]], Iterable[Line]],
+    lines: Callable[[Namespace, torch.device, dict[str, Any]], Iterable[Line]],
 ) -> int:
     """Join the ranks and make lines(args, device, about) on each; the first one emits, says and
     writes them. The exit code."""

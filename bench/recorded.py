@@ -4,8 +4,7 @@ A row counts where its device has the name of this one, its parity passed and it
 files the later day speaks. Standard library only.
 """
 
-from __future__ import annotations
-
+import contextlib
 import csv
 import functools
 from collections.abc import Iterator, Mapping
@@ -31,16 +30,13 @@ class Kind:
 
 
 _DECODE = ("B", "S", "dim", "heads", "groups", "dk", "dv", "l", "d", "l_sel", "n_sel", "w", "dtype")
+_SEL = ("mode", "N", "H", "D", "Dv", "L", "dist", "streams", "n_sel", "dtype")
 KINDS = {
     "prefill": Kind("prefill-*.csv", ("op", "direction", "B", "sharing", *SIZES), ms="dense_ms"),
     "peers": Kind("peers-*.csv", ("against", "peer_commit", "direction", "sharing", *SIZES)),
     "decode": Kind("decode_serving-*.csv", _DECODE),
     "decode_graph": Kind("decode_serving-*.csv", _DECODE, "graph_baseline", "graph_base_ms"),
-    "sel": Kind(
-        "sel_*.csv",
-        ("mode", "N", "H", "D", "Dv", "L", "dist", "streams", "n_sel", "dtype"),
-        ms="ref_ms",
-    ),
+    "sel": Kind("sel_*.csv", _SEL, ms="ref_ms"),
 }
 # Of this library: another commit may do them in another way under the same name. So may what
 # bench_fa2.py compares with.
@@ -78,10 +74,8 @@ def key_of(bench: str, row: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 def number(text: str | None) -> float | None:
     """The number in a cell, None where there is none."""
-    try:
+    with contextlib.suppress(ValueError):
         return float(text or "")
-    except ValueError:
-        return None
 
 
 @functools.cache

@@ -3,8 +3,6 @@
 Standard library only. A row that would claim a number without its proof cannot be built.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv
@@ -17,8 +15,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,22 +88,17 @@ TIMES = ("min_us", "p20_us", "median_us", "p80_us", "p95_us", "wall_us", "base_m
 def why_no_time(row: Mapping[str, Any]) -> list[str]:
     """Why a bench row's times cannot be true: not above zero, more than the host saw go by, or far
     under what the host waits for a call and that nothing else explains."""
-    number = lambda name: row[name] if is_number(row.get(name)) else None
-    given = {name: number(name) for name in TIMES}
-    why = [f"{name} is {us:g}" for name, us in given.items() if us is not None and us <= 0]
+    number = lambda name: row[name] if is_number(row.get(name)) else math.nan  # over no limit
+    why = [f"{name} is {number(name):g}" for name in TIMES if number(name) <= 0]
     timed, elapsed = number("timed_us"), number("elapsed_us")
-    if timed is not None and elapsed is not None and timed > 1.02 * elapsed + 100.0:
+    if timed > 1.02 * elapsed + 100.0:
         why.append(f"the clock counts {timed:.0f} us in calls that took the host {elapsed:.0f} us")
     factor, slack_us = FAR_OVER.get(str(row.get("timer")), FAR_OVER_DEVICE)
     for of, says in (("", "a call"), ("base_", "the baseline")):
         wall, time, busy = (number(f"{of}{n}_us") for n in ("wall_min", "median", "enqueue"))
-        if wall is None or time is None or busy is None:
-            continue
         if wall > factor * (time + busy) + slack_us:
-            why.append(
-                f"{says} takes the host {wall:.1f} us at least, and {busy:.1f} of them to enqueue, "
-                f"and {time:.1f} us by the clock"
-            )
+            of_host = f"{says} takes the host {wall:.1f} us at least, and {busy:.1f} of them to"
+            why.append(f"{of_host} enqueue, and {time:.1f} us by the clock")
     return why
 
 
@@ -127,20 +119,26 @@ _emitting = threading.Lock()
 
 
 def emit(kind: str, row: Mapping[str, Any]) -> None:
-    """Send one row to the runner: a JSON line on the descriptor NSA_RESULT_FD, else nothing.
-
-    NaN and infinities become null. Raises TypeError for values that JSON cannot hold. Several
-    processes and threads may share the descriptor: a pipe takes only PIPE_BUF bytes (4096) in one
-    piece, so a lock keeps longer rows whole.
-    """
-    fd = os.environ.get("NSA_RESULT_FD")
-    if not fd:
+    """Send one row to the runner: a JSON line on the descriptor NSA_RESULT_FD, else nothing. NaN
+    and infinities become null. Raises TypeError for values that JSON cannot hold. Several processes
+    and threads may share the descriptor: a pipe takes only PIPE_BUF bytes (4096) in one piece, so
+    locks keep longer rows whole: a POSIX lock, which ends with its process, however it ends,
+    excludes processes and no threads. Where the descriptor cannot be locked, rows up to PIPE_BUF
+    stay whole all the same."""
+    given = os.environ.get("NSA_RESULT_FD")
+    if not given:
         return
-    line = json.dumps({"kind": kind, **_plain(row)}, allow_nan=False) + "\n"
-    data = line.encode()
-    with _emitting, _whole(int(fd)):
-        while data:
-            data = data[os.write(int(fd), data) :]
+    fd = int(given)
+    data = (json.dumps({"kind": kind, **_plain(row)}, allow_nan=False) + "\n").encode()
+    with _emitting:
+        with contextlib.suppress(OSError):
+            fcntl.lockf(fd, fcntl.LOCK_EX)
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
 def told(of: str, checks: Iterable[tuple[str, bool, str]]) -> bool:
@@ -152,21 +150,6 @@ def told(of: str, checks: Iterable[tuple[str, bool, str]]) -> bool:
         emit("test", {**row, "duration_s": 0.0, "reason": None if passed else seen})
         good &= passed
     return good
-
-
-@contextlib.contextmanager
-def _whole(fd: int) -> Iterator[None]:
-    """The descriptor for this process alone. A POSIX lock ends with its process, however it ends;
-    it excludes processes, not threads."""
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX)
-    except OSError:  # something that cannot be locked: rows up to PIPE_BUF stay whole all the same
-        yield
-        return
-    try:
-        yield
-    finally:
-        fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
 def out_dir() -> Path | None:
@@ -197,14 +180,13 @@ def other_path(row: Mapping[str, Any]) -> str:
 
 def beyond(parity: Mapping[str, Any]) -> list[str]:
     """Which errors of a comparison are over the limits that it names itself."""
+    number = lambda name: parity[name] if is_number(parity.get(name)) else math.nan
     out = [
-        f"{name} {parity[name]:g} is over its limit {parity[f'limit_{name}']:g}"
+        f"{name} {number(name):g} is over its limit {number(f'limit_{name}'):g}"
         for name in ("mae", "max_abs")
-        if is_number(parity.get(name)) and is_number(parity.get(f"limit_{name}"))
-        and parity[name] > parity[f"limit_{name}"]
-    ]  # fmt: skip
-    margin = parity.get("margin")
-    return out + ([f"margin {margin:g} is over 1"] if is_number(margin) and margin > 1 else [])
+        if number(name) > number(f"limit_{name}")
+    ]
+    return out + [f"margin {number('margin'):g} is over 1"] * (number("margin") > 1)
 
 
 def unproven(row: Mapping[str, Any]) -> list[str]:
@@ -228,104 +210,38 @@ def claimed(row: Mapping[str, Any]) -> list[str]:
     return [name for name in NUMBERS if row.get(name) is not None]
 
 
-@dataclass(frozen=True)
-class BenchRow:
+class _Row:
     """One timed case. VALID and UNSTABLE rows have numbers and their proof; the others have `why`.
-
     Times in microseconds; speedup is baseline over candidate, so more than 1 is faster. `columns`
-    holds what one bench adds (L, dist, S, ...). Raises ValueError for a row that claims too much.
-    """
-
-    bench: str
-    case: str
-    status: str
-    why: Sequence[str] = ()
-    candidate: str | None = None
-    baseline: str | None = None
-    path_requested: str | None = None
-    path_taken: str | None = None
-    parity: Mapping[str, Any] | None = None
-    cache: str | None = None  # cold | warm
-    timer: str | None = None
-    order: str | None = None
-    n: int | None = None
-    pairs: int | None = None
-    outliers: int | None = None
-    median_us: float | None = None
-    p20_us: float | None = None
-    p80_us: float | None = None
-    p95_us: float | None = None
-    min_us: float | None = None
-    ci95_us: Sequence[float] | None = None
-    base_median_us: float | None = None
-    base_ci95_us: Sequence[float] | None = None
-    wall_us: float | None = None  # per call as a host sees it that calls back to back
-    base_wall_us: float | None = None
-    # Of a call until the host is free again; None where wall_us is of other calls than the median.
-    enqueue_us: float | None = None
-    base_enqueue_us: float | None = None
-    wall_min_us: float | None = None  # of the fastest round, where others use the host as well
-    base_wall_min_us: float | None = None
-    timed_us: float | None = None  # all that the clock said of the sampled calls
-    elapsed_us: float | None = None  # by another counter of the host, meanwhile
-    judged: int | None = None  # sampled calls, drawn at random, whose output was judged
-    draw: int | None = None  # seed of that, and of the inputs of every sample
-    wall_speedup: float | None = None
-    wall_speedup_ci95: Sequence[float] | None = None
-    first_call_ms: float | None = None
-    speedup: float | None = None
-    speedup_ci95: Sequence[float] | None = None
-    launch_bound: bool | None = None  # the host is what takes the time; None on the host's clock
-    batches: int | None = None
-    gap_batches: int | None = None  # batches whose times hold gaps that the host left
-    bytes: int | None = None
-    flops: int | None = None
-    gbs: float | None = None
-    tflops: float | None = None
-    bound: str | None = None  # memory | compute: which ceiling is nearer
-    peak_frac: float | None = None
-    base_ran: str | None = None  # the attention operators of a call of the baseline
-    base_gbs: float | None = None
-    base_tflops: float | None = None
-    base_bound: str | None = None
-    base_peak_frac: float | None = None
-    sm_mhz: Sequence[int] | None = None  # lowest and highest
-    sm_mhz_median: float | None = None
-    power_w: float | None = None
-    reasons: Sequence[str] = ()
-    stop: str | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    holds what one bench adds (L, dist, S, ...). Raises ValueError for a row that claims too
+    much."""
 
     def __post_init__(self) -> None:
         if self.status not in BENCH_STATUSES:
             raise ValueError(f"status must be one of {BENCH_STATUSES}, got {self.status!r}")
+        wrong = None
         if self.status in NUMBERED:
-            if wrong := unproven(vars(self)):
-                raise ValueError(f"{self.case}: {'; '.join(wrong)}")
-            if self.speedup is not None and self.speedup_ci95 is None:
-                raise ValueError(f"{self.case}: a speedup needs its confidence interval")
+            wrong = "; ".join(unproven(vars(self)))
+            if not wrong and self.speedup is not None and self.speedup_ci95 is None:
+                wrong = "a speedup needs its confidence interval"
+        elif numbers := claimed({**self.columns, **vars(self)}):
+            wrong = f"a {self.status} row has no numbers, got {', '.join(numbers)}"
         if self.status != "VALID" and not self.why:
-            raise ValueError(f"{self.case}: status {self.status} needs a reason in `why`")
-        if self.status not in NUMBERED:
-            if numbers := claimed({**self.columns, **vars(self)}):
-                raise ValueError(
-                    f"{self.case}: a {self.status} row has no numbers, got {', '.join(numbers)}"
-                )
-        clash = set(self.columns) & {f.name for f in dataclasses.fields(self)}
-        if clash:
-            raise ValueError(f"{self.case}: columns repeat {', '.join(sorted(clash))}")
+            wrong = f"status {self.status} needs a reason in `why`"
+        if clash := set(self.columns) & set(FIELDS):
+            wrong = f"columns repeat {', '.join(sorted(clash))}"
+        if wrong:
+            raise ValueError(f"{self.case}: {wrong}")
 
     def record(self) -> dict[str, Any]:
         """The row as it goes to the runner."""
-        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        row = {name: getattr(self, name) for name in FIELDS}
         return {**_plain(row.pop("columns")), **_plain(row)}
 
     def csv(self) -> dict[str, Any]:
-        """The row as CSV wants it: times in ms, intervals in columns of their own, one `why`.
-
-        ms [ms_low, ms_high], base_ms, wall_ms, base_wall_ms; speedup [ci_low, ci_high],
-        wall_speedup [wall_low, wall_high]; parity, mae, max_abs.
-        """
+        """The row as CSV wants it: times in ms, intervals in columns of their own, one `why`. ms
+        [ms_low, ms_high], base_ms, wall_ms, base_wall_ms; speedup [ci_low, ci_high], wall_speedup
+        [wall_low, wall_high]; parity, mae, max_abs."""
         ms = lambda us: None if us is None else us / 1e3
         low, high = self.ci95_us or (None, None)
         slow, fast = self.speedup_ci95 or (None, None)
@@ -355,24 +271,40 @@ class BenchRow:
             text += f"  {self.peak_frac:4.0%} of {self.bound}"
         return text + ("" if self.status == "VALID" else f"  {self.status}: {why}")
 
-    def emit(self) -> BenchRow:
+    def emit(self) -> "BenchRow":
         """Send the row to the runner; returns it."""
         emit("bench", self.record())
         return self
 
 
-# ---- CSV -----------------------------------------------------------------------------------------
+# What a row has, in this order; None, or empty, unless given.
+# wall: per call as a host sees it that calls back to back; wall_min: of the fastest round, where
+# others use the host as well. enqueue: of a call until the host is free again; None where wall is
+# of other calls than the median. timed: all that the clock said of the sampled calls; elapsed: by
+# another counter of the host, meanwhile. judged: sampled calls, drawn at random, whose output was
+# judged; draw: the seed of that, and of the inputs of every sample. cache: cold or warm.
+# launch_bound: the host is what takes the time; None on the host's clock. gap_batches: batches
+# whose times hold gaps that the host left. bound: memory or compute, which ceiling is nearer.
+# base_ran: the attention operators of a call of the baseline. sm_mhz: lowest and highest.
+FIELDS = (
+    "bench", "case", "status", "why", "candidate", "baseline", "path_requested", "path_taken",
+    "parity", "cache", "timer", "order", "n", "pairs", "outliers", "median_us", "p20_us", "p80_us",
+    "p95_us", "min_us", "ci95_us", "base_median_us", "base_ci95_us", "wall_us", "base_wall_us",
+    "enqueue_us", "base_enqueue_us", "wall_min_us", "base_wall_min_us", "timed_us", "elapsed_us",
+    "judged", "draw", "wall_speedup", "wall_speedup_ci95", "first_call_ms", "speedup",
+    "speedup_ci95", "launch_bound", "batches", "gap_batches", "bytes", "flops", "gbs", "tflops",
+    "bound", "peak_frac", "base_ran", "base_gbs", "base_tflops", "base_bound", "base_peak_frac",
+    "sm_mhz", "sm_mhz_median", "power_w", "reasons", "stop", "columns",
+)  # fmt: skip
+_DEFAULTS = dict.fromkeys(FIELDS[3:]) | {"why": (), "reasons": ()}
+BenchRow: Any = dataclasses.make_dataclass(
+    "BenchRow", [*FIELDS[:3], *((name, Any, _DEFAULTS[name]) for name in FIELDS[3:-1]),
+                 ("columns", Mapping, dataclasses.field(default_factory=dict))],
+    bases=(_Row,), frozen=True,
+)  # fmt: skip
 
 
-def add_csv_argument(parser: argparse.ArgumentParser) -> None:
-    """--csv [PATH]: bare writes CSV to stdout (people's lines then go to stderr)."""
-    parser.add_argument(
-        "--csv", nargs="?", const=CSV_STDOUT, default=None, metavar="PATH", type=_csv_target,
-        help="write the rows as CSV to PATH, or to stdout without PATH",
-    )  # fmt: skip
-
-
-def _csv_target(text: str) -> str:
+def csv_target(text: str) -> str:
     """A path that can be written, as far as can be told before the hours of timing."""
     path = Path(text)
     if text == CSV_STDOUT:
@@ -403,14 +335,6 @@ def check_flags(parser: argparse.ArgumentParser) -> None:
         parser.error(str(error))
 
 
-def add_shrink_argument(parser: argparse.ArgumentParser) -> None:
-    """--shrink K: what the runner adds when a bench is tried again after it ran out of memory."""
-    parser.add_argument(
-        "--shrink", type=int, default=1, metavar="K", choices=range(1, 65),
-        help="divide the sizes by K, 1 to 64, and say so in a note (default 1)",
-    )  # fmt: skip
-
-
 def shrunk(name: str, values: Sequence[int], by: int, multiple: int = 1) -> list[int]:
     """`values` of the argument `name` divided by `by`, as multiples of `multiple`, none twice.
 
@@ -426,21 +350,18 @@ def shrunk(name: str, values: Sequence[int], by: int, multiple: int = 1) -> list
     return small
 
 
-def positive(text: str) -> int:
-    """The type of an argument that is a whole number of at least 1."""
-    return _above_0(int, "whole", text)
+def _above_0(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
+    def of(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if 0 < (value := kind(text)) < math.inf:
+                return value
+        raise argparse.ArgumentTypeError(f"must be a {what} number above 0, got {text!r}")
+
+    return of
 
 
-def amount(text: str) -> float:
-    """The type of an argument that is a number above 0, such as a duration."""
-    return _above_0(float, "finite", text)
-
-
-def _above_0(kind: Callable[[str], Any], what: str, text: str) -> Any:
-    with contextlib.suppress(ValueError):
-        if 0 < (value := kind(text)) < math.inf:
-            return value
-    raise argparse.ArgumentTypeError(f"must be a {what} number above 0, got {text!r}")
+# Types of arguments: of a whole number of at least 1; of one above 0, such as a duration.
+positive, amount = _above_0(int, "whole"), _above_0(float, "finite")
 
 
 def integers(text: str) -> list[int]:
@@ -505,13 +426,10 @@ def write_csv(
     target: str | None, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]
 ) -> None:
     """Write `rows` to the path `target` at once or not at all; "-" is stdout, None is nowhere."""
-    if target is None:
-        return
-    text = csv_text(rows, columns)
     if target == CSV_STDOUT:
-        sys.stdout.write(text)
-        return
-    write_atomic(Path(target), text)
+        sys.stdout.write(csv_text(rows, columns))
+    elif target is not None:
+        write_atomic(Path(target), csv_text(rows, columns))
 
 
 def write_so_far(
@@ -528,13 +446,11 @@ def finite_cell(row: Mapping[str, str], name: str, where: str) -> float | None:
     """The number in a cell, None for an empty one. Raises ValueError for anything else, which names
     `where`, a file and its line, and the column."""
     text = row[name].strip()
-    try:
+    with contextlib.suppress(ValueError):
         value = float(text) if text else None
-    except ValueError:
-        value = math.nan
-    if value is not None and not math.isfinite(value):
-        raise ValueError(f"{where}: {name} must be a finite number, got {text!r}")
-    return value
+        if value is None or math.isfinite(value):
+            return value
+    raise ValueError(f"{where}: {name} must be a finite number, got {text!r}")
 
 
 def read_csv(path: str | Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:

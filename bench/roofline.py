@@ -6,8 +6,6 @@ keys (its own block is cut after t). Multiply-adds count as two FLOPs; a backwar
 (five products for two).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from nsa.blocks import num_compressed

@@ -1,13 +1,11 @@
 """Dense attention by each backend of torch's SDPA, as benches compare with: who takes a call, and
 why the others do not."""
 
-from __future__ import annotations
-
-import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +16,8 @@ from bench.formulation import watch, why_another
 from nsa import launches
 from nsa.errors import is_sticky
 
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+BACKENDS = dict(flash=SDPBackend.FLASH_ATTENTION, efficient=SDPBackend.EFFICIENT_ATTENTION,
+                cudnn=SDPBackend.CUDNN_ATTENTION, math=SDPBackend.MATH)  # fmt: skip
 FORMULATIONS = ("gqa", "mqa_rows")
 
 
@@ -113,9 +107,9 @@ def packed_baselines(Q: Tensor, K: Tensor, V: Tensor) -> Usable:
 
     Names are "sdpa_<backend>_<formulation>".
     """
-    return usable({
-        f"sdpa_{backend}_{formulation}": functools.partial(
-            packed_sdpa, Q, K, V, backend=backend, formulation=formulation
-        )
-        for backend in BACKENDS for formulation in FORMULATIONS
-    })  # fmt: skip
+    calls = {
+        f"sdpa_{backend}_{form}": partial(packed_sdpa, Q, K, V, backend=backend, formulation=form)
+        for backend in BACKENDS
+        for form in FORMULATIONS
+    }
+    return usable(calls)

@@ -7,8 +7,6 @@
 of what it compiled, in however many threads, so that it may overlap with the others.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
@@ -29,11 +27,16 @@ def begin() -> None:
     if "start" in _seconds:
         return
     _seconds["start"] = _age_s()
+
+    def compiled(*, times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            _seconds["compile"] += times.total / 1e6
+
     with contextlib.suppress(ImportError, AttributeError):
         from triton import knobs
 
         if knobs.compilation.listener is None:
-            knobs.compilation.listener = _compiled
+            knobs.compilation.listener = compiled
     atexit.register(tell)
 
 
@@ -53,11 +56,6 @@ def _age_s() -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError):
         return 0.0
-
-
-def _compiled(*, times: Any, cache_hit: bool, **_: Any) -> None:
-    if not cache_hit:
-        _seconds["compile"] += times.total / 1e6
 
 
 @contextlib.contextmanager

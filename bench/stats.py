@@ -1,7 +1,5 @@
 """Statistics of timed samples: medians with intervals, paired ratios, and the word for a change."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
@@ -50,10 +48,8 @@ def bootstrap_ci(ratios: Sequence[float], resamples: int = 2000) -> tuple[float,
 
 def half_width(samples: Sequence[float]) -> float:
     """Half of the median's 95 % interval, relative to the median; infinite without one."""
-    interval = median_ci(samples)
-    if interval is None:
-        return math.inf
-    return (interval[1] - interval[0]) / 2 / statistics.median(samples)
+    low, high = median_ci(samples) or (-math.inf, math.inf)
+    return (high - low) / 2 / statistics.median(samples)
 
 
 def too_few(n: int) -> list[str]:
@@ -71,15 +67,10 @@ def outliers(samples: Sequence[float]) -> int:
 def summary(samples: Sequence[float]) -> dict[str, Any]:
     """Columns of a row that its samples, in microseconds, give."""
     return {
-        "n": len(samples),
-        "median_us": statistics.median(samples),
-        "p20_us": quantile(samples, 0.2),
-        "p80_us": quantile(samples, 0.8),
-        "p95_us": quantile(samples, 0.95),
-        "min_us": min(samples),
-        "ci95_us": median_ci(samples),
-        "outliers": outliers(samples),
-    }
+        "n": len(samples), "median_us": statistics.median(samples),
+        **{f"p{q}_us": quantile(samples, q / 100) for q in (20, 80, 95)},
+        "min_us": min(samples), "ci95_us": median_ci(samples), "outliers": outliers(samples),
+    }  # fmt: skip
 
 
 def instability(samples: Sequence[float], resolution: float) -> list[str]:

@@ -8,8 +8,6 @@ the CSV has its columns, shows the step as a CUDA graph and the layer's whole st
 Exit code: 0 printed, 2 no such CSV or not of bench_decode.py, 3 no rows. Standard library only.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

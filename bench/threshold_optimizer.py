@@ -20,8 +20,6 @@ few lengths.
 Standard library and PyYAML only.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -29,7 +27,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
@@ -89,9 +87,6 @@ class Answer:
     rows: int
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
-
 def _count(row: Mapping[str, str], name: str, where: str) -> int:
     if name not in row:
         raise ValueError(f"{where}: no column {name}")
@@ -112,55 +107,46 @@ def _judge(
     row: Mapping[str, str], where: str, route: str | None
 ) -> tuple[float | None, str | None]:
     """(lower bound of the speedup, own failure) of a row that may be trusted; raises ValueError."""
-    status = row["status"].strip()
+
+    def refuse(text: str) -> NoReturn:
+        raise ValueError(f"{where}: {text}")
+
+    status, parity, path = (row.get(name, "").strip() for name in ("status", "parity", "path"))
     if status not in records.BENCH_STATUSES:
-        raise ValueError(
-            f"{where}: status must be one of {', '.join(records.BENCH_STATUSES)}, got {status!r}"
-        )
+        refuse(f"status must be one of {', '.join(records.BENCH_STATUSES)}, got {status!r}")
     if not row["device"].strip():
-        raise ValueError(f"{where}: device is empty: nobody knows what was measured")
-    speedup, low, high = (
-        records.finite_cell(row, n, where) for n in ("speedup", "ci_low", "ci_high")
-    )
+        refuse("device is empty: nobody knows what was measured")
+    three = [records.finite_cell(row, n, where) for n in ("speedup", "ci_low", "ci_high")]
+    speedup, low, high = three
     reason = row.get("why", "").strip() or "no reason given"
-    if status == "SKIPPED":
-        if speedup is not None:
-            raise ValueError(f"{where}: a SKIPPED row has no speedup, got {speedup:g}")
-        return None, f"SKIPPED: {reason}"
-    if status == "FAILED" and not row["parity"].strip() and speedup is None:  # it raised
-        return None, f"FAILED: {reason}"
-    if row["parity"].strip() != "PASS":
-        raise ValueError(
-            f"{where}: parity must be PASS, got {row['parity'].strip() or 'nothing'!r} "
-            f"({status}: {reason})"
-        )
-    path = row.get("path", "").strip()
+    if status == "SKIPPED" and speedup is not None:
+        refuse(f"a SKIPPED row has no speedup, got {speedup:g}")
+    if status == "SKIPPED" or (status == "FAILED" and not parity and speedup is None):  # it raised
+        return None, f"{status}: {reason}"
+    if parity != "PASS":
+        refuse(f"parity must be PASS, got {parity or 'nothing'!r} ({status}: {reason})")
     if route and not records.path_agrees(route, path):
-        raise ValueError(f"{where}: path must be {route}, got {path or 'nothing'!r}")
+        refuse(f"path must be {route}, got {path or 'nothing'!r}")
     if status in ("INVALID", "FAILED"):
         return None, f"{status}: {reason}"
-    if speedup is None or low is None or high is None:
-        if (speedup, low, high) != (None, None, None):
-            raise ValueError(f"{where}: speedup, ci_low and ci_high must come together")
+    if three == [None, None, None]:
         return None, f"no ratio: {reason if row.get('why') else 'too short for the clock'}"
+    if None in three:
+        refuse("speedup, ci_low and ci_high must come together")
     if not 0 < low <= high or speedup <= 0:
-        raise ValueError(f"{where}: ci_low must be in 0..ci_high, got {low:g} and {high:g}")
+        refuse(f"ci_low must be in 0..ci_high, got {low:g} and {high:g}")
     if not low * (1 - ROUNDING) <= speedup <= high * (1 + ROUNDING):
-        raise ValueError(f"{where}: speedup must lie in its interval, got {speedup:g} and "
-                        f"{low:g}..{high:g}")  # fmt: skip
+        refuse(f"speedup must lie in its interval, got {speedup:g} and {low:g}..{high:g}")
     return low, f"UNSTABLE: {reason}" if status == "UNSTABLE" else None
 
 
 def same_environment(rows: Sequence[tuple[str, Mapping[str, str]]]) -> None:
     """Raise ValueError unless all rows come from one device, software and commit."""
     first_at, first = rows[0]
-    for where, row in rows[1:]:
-        for name in ENVIRONMENT:
-            if row.get(name) != first.get(name):
-                raise ValueError(
-                    f"{where}: {name} is {row.get(name)!r}, but {first.get(name)!r} at {first_at}: "
-                    "rows of different environments do not mix"
-                )
+    for (where, row), name in itertools.product(rows[1:], ENVIRONMENT):
+        if row.get(name) != first.get(name):
+            both = f"{name} is {row.get(name)!r}, but {first.get(name)!r} at {first_at}"
+            raise ValueError(f"{where}: {both}: rows of different environments do not mix")
 
 
 def _named(row: Mapping[str, str], columns: Sequence[str]) -> str:
@@ -177,14 +163,11 @@ def selection_cells(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[Cell]
         wall = records.finite_cell(row, "wall_low", where)
         if low is not None and wall is None:
             raise ValueError(f"{where}: wall_low must come with a speedup")
-        for column in ("N", "H", "D", "Dv", "streams"):
-            _count(row, column, where)
+        _, *_, L = (_count(row, name, where) for name in ("N", "H", "D", "Dv", "streams", "L"))
         setting = _named(row, ("dist", "N", "H", "D", "Dv", "streams", "dtype"))
         lows = {} if low is None else {"": low, " by wall": wall}
-        cells.append(
-            Cell(where, f"L={row['L']} {setting}", _count(row, "L", where), row["dist"].strip(),
-                 row["status"].strip(), lows, why, setting)
-        )  # fmt: skip
+        cells.append(Cell(where, f"L={row['L']} {setting}", L, row["dist"].strip(),
+                          row["status"].strip(), lows, why, setting))  # fmt: skip
     return cells
 
 
@@ -212,27 +195,21 @@ def fa2_cells(
         if kind != branch or (row.get("baseline") or "sdpa") != baseline:
             continue
         low, why = _judge(row, where, "fa2" if row.get("path") else None)
-        length = _keys(row, where)
+        length, lows = _keys(row, where), {} if low is None else {"": low}
         setting = _named(row, ("HQ", "G", "D", "form", "dtype"))
-        name = f"{kind} keys={length} {_named(row, ('S', 'w', 'l', 'd', 'baseline'))} "
-        name = (name + setting).rstrip()
-        lows = {} if low is None else {"": low}
-        cells.append(Cell(where, name, length, kind, row["status"].strip(), lows, why, setting))
+        name = f"{kind} keys={length} {_named(row, ('S', 'w', 'l', 'd', 'baseline'))} {setting}"
+        status = row["status"].strip()
+        cells.append(Cell(where, name.rstrip(), length, kind, status, lows, why, setting))
     return cells
-
-
-# ---- the rule ------------------------------------------------------------------------------------
 
 
 def missing_evidence(cells: Sequence[Cell], groups: Sequence[str]) -> list[str]:
     """What is missing before the rule can say anything; empty when it can."""
-    lengths = sorted({cell.length for cell in cells})
-    gaps = []
+    lengths, gaps = sorted({cell.length for cell in cells}), []
     if len(lengths) < MIN_LENGTHS:
         got = ", ".join(map(str, lengths)) or "none"
         gaps.append(f"at least {MIN_LENGTHS} lengths are needed, got {got}")
-    absent = [g for g in groups if g not in {cell.group for cell in cells}]
-    if absent:
+    if absent := [g for g in groups if g not in {cell.group for cell in cells}]:
         gaps.append(f"no rows of {', '.join(absent)}")
     return gaps
 
@@ -259,89 +236,69 @@ def smallest(cells: Sequence[Cell], groups: Sequence[str], least: float) -> Answ
                 blocking += f", and {len(untested) - 1} more"
             break
         best = length
-    carried = [cell for cell in cells if best is not None and cell.length >= best]
-    if carried:
+    text = f"{len(cells)} cells, and the longest length does not hold"
+    if carried := [cell for cell in cells if best is not None and cell.length >= best]:
         worst = min(carried, key=lambda cell: cell.low)
         lengths = len({cell.length for cell in carried})
         text = (
             f"all {len(carried)} cells at {lengths} lengths from {best} on; smallest lower bound "
             f"{worst.low:.2f}x ({worst.name})"
         )
-        if lengths == 1:
-            text += "; one length alone, test longer ones"
-    else:
-        text = f"{len(cells)} cells, and the longest length does not hold"
+        text += "; one length alone, test longer ones" if lengths == 1 else ""
     return Answer(best, blocking, text, len(cells))
-
-
-# ---- the configuration file ----------------------------------------------------------------------
 
 
 def propose_config(
     text: str, device: str, settings: Mapping[str, Any], comment: str | None = None
 ) -> str:
     """YAML `text` with `runtime.devices.<device>` given these settings; every other line stays.
-
     comment stands behind the first setting written. A threshold takes a `use_triton_sel: false`
     away that earlier releases wrote. Raises ValueError when the file has no `runtime.devices` in
-    the layout that it ships with.
-    """
+    the layout that it ships with: there a device's name stands at four spaces, its settings at
+    six."""
     try:
         expected = yaml.safe_load(text)
         devices = expected["runtime"]["devices"] or {}
         entry = {**(devices.get(device) or {}), **settings}
-        if "use_triton_sel" not in settings and entry.get("use_triton_sel") is False:
-            del entry["use_triton_sel"]
-        at, mapping = _children(_children(yaml.compose(text))["runtime"][1])["devices"]
     except (KeyError, TypeError, AttributeError, yaml.YAMLError) as e:
         raise ValueError(f"the configuration has no mapping runtime.devices: {e!r}") from e
+    if "use_triton_sel" not in settings and entry.get("use_triton_sel") is False:
+        del entry["use_triton_sel"]
     expected["runtime"]["devices"] = {**devices, device: entry}
 
-    # A device's name stands at four spaces, its settings at six.
     made = lambda indent, pair: indent + yaml.safe_dump(pair, width=1000).strip()
     fresh = [made(" " * 6, {k: v}) for k, v in settings.items()]
     if fresh and comment:
         fresh[0] += f"  # {' '.join(comment.split())}"
     head = made(" " * 4, {device: None}).removesuffix(" null")
-    lines = text.splitlines()
-    lines[at] = re.sub(r"\{\s*\}", "", lines[at]).rstrip()
-    first = end = _line_after(mapping)
-    kept: list[str] = []
-    if device in devices:
-        first, mine = _children(mapping)[device]
-        end, known = _line_after(mine), _children(mine)
-        if mine.flow_style:  # {key: value} on one line
-            kept = [made(" " * 6, {k: v}) for k, v in entry.items() if k not in settings]
-        else:
-            other = {line for k, (line, _) in known.items() if k in settings or k not in entry}
-            kept = [lines[i] for i in range(first + 1, end) if i not in other]
-    lines[first:end] = [head, *kept, *fresh]
-    edited = "\n".join(lines) + "\n"
+    lines, kept = text.splitlines(), []
     try:
+        at = next(i for i, line in enumerate(lines) if line.startswith("  devices:"))
+        lines[at] = re.sub(r"\{\s*\}", "", lines[at]).rstrip()
+        others = (i for i in range(at + 1, len(lines)) if re.match(" {0,3}[^ #]", lines[i]))
+        end = next(others, len(lines))
+        names = [i for i in range(at + 1, end) if re.match(" {4}[^ #]", lines[i])]
+        first = last = 1 + max(i for i in range(at, end) if i == at or lines[i][:4] == " " * 4)
+        for i in names:
+            if device in yaml.safe_load(lines[i]):
+                first, last = i, i + 1
+                while last < end and lines[last][:6] == " " * 6:
+                    last += 1
+                kept = [line for line in lines[first + 1 : last]
+                        if not (key := re.match(r" {6}(\w+):", line))
+                        or (key[1] in entry and key[1] not in settings)]  # fmt: skip
+                if last == first + 1:  # {key: value} on one line
+                    kept = [made(" " * 6, {k: v}) for k, v in entry.items() if k not in settings]
+        lines[first:last] = [head, *kept, *fresh]
+        edited = "\n".join(lines) + "\n"
         same = yaml.safe_load(edited) == expected
-    except yaml.YAMLError:
+    except (StopIteration, TypeError, yaml.YAMLError):
         same = False
     if not same:
         raise ValueError(
             "the configuration's runtime.devices is not in the layout that it ships with"
         )
     return edited
-
-
-def _children(mapping: yaml.Node) -> dict[str, tuple[int, yaml.Node]]:
-    """By the keys of a mapping: the line of the key, and its value."""
-    pairs = mapping.value if isinstance(mapping, yaml.MappingNode) else ()
-    return {key.value: (key.start_mark.line, value) for key, value in pairs}
-
-
-def _line_after(node: yaml.Node) -> int:
-    """The line behind the last one of a value; what stands between it and the next one is none."""
-    while isinstance(node, yaml.MappingNode) and not node.flow_style:
-        node = node.value[-1][1]
-    return node.end_mark.line + 1
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 def _words(answer: Answer, name: str, unit: str = "", baseline: str = "") -> str:
@@ -379,7 +336,7 @@ def recommended(answer: Answer, fa2: Mapping[tuple[str, str], Answer]) -> dict[s
         one = fa2.get((baseline, branch))
         row[f"fa2_min_len_{branch}{suffix}"] = one and one.min_length
         if one:
-            why = [one.confidence, one.blocking] if one.blocking else [one.confidence]
+            why = filter(None, (one.confidence, one.blocking))
             row[f"fa2_{branch}{suffix}_why"] = "; ".join(why)
     return row
 
@@ -418,17 +375,11 @@ def write(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = records.doc_parser(__doc__)
-    parser.add_argument(
-        "csv", nargs="+", metavar="CSV", help="rows of bench_sel_triton.py --route 1"
-    )
-    parser.add_argument("--fa2", metavar="CSV", help="rows of bench_fa2.py")
-    parser.add_argument("--write", type=Path, metavar="YAML", help="set the device's entry here")
-    parser.add_argument(
-        "--min-speedup",
-        type=float,
-        default=records.MIN_SPEEDUP,
-        help=f"default {records.MIN_SPEEDUP}",
-    )
+    add, least = parser.add_argument, records.MIN_SPEEDUP
+    add("csv", nargs="+", metavar="CSV", help="rows of bench_sel_triton.py --route 1")
+    add("--fa2", metavar="CSV", help="rows of bench_fa2.py")
+    add("--write", type=Path, metavar="YAML", help="set the device's entry here")
+    add("--min-speedup", type=float, default=least, help=f"default {least}")
     args = parser.parse_args(argv)
     least = args.min_speedup
     if not (math.isfinite(least) and least >= 1):

@@ -7,9 +7,8 @@ A case knows how to refill its inputs in place, its candidate, its baseline and 
 checked before the clock starts; what is timed then is proven by bench/proof.py.
 """
 
-from __future__ import annotations
-
 import json
+import math
 import random
 import secrets
 import statistics
@@ -63,18 +62,17 @@ class Budget:
 def warm_up(clock: Clock, calls: Sequence[Callable[[], Any]], cold: bool, budget: Budget) -> None:
     """Call in turn until of each two windows of 10 (of long calls 3) agree within 1 %, or within
     what the clock can tell apart; at least budget.warm_s."""
-    begin, last, often, made = time.perf_counter(), None, 3, 0
+    begin, last, often, made = time.perf_counter(), [math.inf] * len(calls), 3, 0
     while True:
-        times = clock.run([c for _ in range(often) for c in calls], cold=cold)
+        times = clock.run([*calls] * often, cold=cold)
         centre = [statistics.median(times[i :: len(calls)]) for i in range(len(calls))]
         spent = time.perf_counter() - begin
         made += often
         often = _often(sum(centre))
-        settled = last is not None and all(
+        settled = made >= budget.warm_calls and all(
             abs(now - before) < max(0.01 * before, clock.resolution_us)
             for now, before in zip(centre, last, strict=True)
         )
-        settled = settled and made >= budget.warm_calls
         if (settled and spent >= budget.warm_s) or spent >= budget.warm_cap_s:
             return
         last = centre
@@ -89,13 +87,12 @@ def strongest(clock: Clock, contenders: Sequence[Turns], cold: bool) -> Turns:
     """The fastest of several baselines, by ten calls of each, of long ones three."""
     if len(contenders) == 1:
         return contenders[0]
-    centre = {}
-    first = [clock.run([turns.call], cold=cold)[0] for turns in contenders]
-    for turns, us in zip(contenders, first, strict=True):
-        centre[turns.contender.name] = statistics.median(
-            clock.run([turns.call] * (2 + _often(us)), cold=cold)[2:]
-        )
-    return min(contenders, key=lambda turns: centre[turns.contender.name])
+    often = [2 + _often(clock.run([turns.call], cold=cold)[0]) for turns in contenders]
+    centre = [
+        statistics.median(clock.run([turns.call] * n, cold=cold)[2:])
+        for turns, n in zip(contenders, often, strict=True)
+    ]
+    return contenders[centre.index(min(centre))]
 
 
 @dataclass
@@ -134,10 +131,9 @@ class Samples:
 
     def narrow(self, budget: Budget) -> bool:
         """Whether medians and ratio are known as well as wanted."""
-        wide = [self.ours] + ([self.base] if self.base else [])
-        if len(self.ours) < budget.min_n or any(
-            stats.half_width(x) >= budget.rel_half_width for x in wide
-        ):
+        wide = [x for x in (self.ours, self.base) if x]
+        widest = max(map(stats.half_width, wide), default=math.inf)
+        if len(self.ours) < budget.min_n or widest >= budget.rel_half_width:
             return False
         if not self.ratios:
             return True
@@ -146,11 +142,8 @@ class Samples:
 
     def check(self) -> None:
         """Raises NotProven where the clock cannot have said the truth."""
-        if self.timed_us > 1.02 * self.elapsed_us + 100.0:
-            raise NotProven(
-                f"the clock counts {self.timed_us:.0f} us in calls that took the host "
-                f"{self.elapsed_us:.0f} us"
-            )
+        if why := why_no_time(vars(self)):
+            raise NotProven("; ".join(why))
         calls = 2 * len(self.ours)
         one = [x for x in self.single if x]
         alike = all(len(x) == 1 for x in one) and (len(one) == 1 or one[0] == one[1])
@@ -193,36 +186,30 @@ def sample(
             else "cap" if spent > budget.wall_s and (enough or spent > 4 * budget.wall_s)
             else ""
         )  # fmt: skip
-        if samples.stop and not (spots and spots.left()):
+        if samples.stop and not (spots and spots.pending(99)):
             samples.check()
             return samples
         most = (spots.at_once if spots else 64) // len(group)
         per_batch = 1 if samples.stop else max(1, min(most, int(20_000 / max(mean, 1))))
 
 
-def _impossible(case: Case, median_us: float, cold: bool, nominal: Ceilings) -> str | None:
-    """Why this time cannot be true, by what the hardware can move and compute."""
-    checks = (
-        (case.bytes_needed if cold else None, nominal.gbs, 1e3, "GB/s"),
-        (case.flops, nominal.tflops, 1e6, "TFLOP/s"),
-    )
-    for amount, peak, scale, unit in checks:
-        if amount and peak and amount / median_us / scale > TOO_FAST * peak:
-            rate = amount / median_us / scale
-            return f"faster than the hardware: {rate:.0f} {unit} where the peak is {peak:.0f}"
-    return None
-
-
 def _ideal_us(work: Case | Contender, ceiling: Ceilings) -> dict[str, float]:
     """Microseconds of the work at each ceiling that is known."""
-    return {
-        bound: amount / peak / scale
-        for bound, amount, peak, scale in (
-            ("memory", work.bytes_needed, ceiling.gbs, 1e3),
-            ("compute", work.flops, ceiling.tflops, 1e6),
-        )
-        if amount and peak
-    }
+    amounts = {"memory": (work.bytes_needed, ceiling.gbs, 1e3),
+               "compute": (work.flops, ceiling.tflops, 1e6)}  # fmt: skip
+    return {n: amount / peak / scale for n, (amount, peak, scale) in amounts.items()
+            if amount and peak}  # fmt: skip
+
+
+def _impossible(case: Case, median_us: float, cold: bool, nominal: Ceilings) -> str | None:
+    """Why this time cannot be true, by what the hardware can move and compute."""
+    peaks = {"memory": (nominal.gbs, "GB/s"), "compute": (nominal.tflops, "TFLOP/s")}
+    for bound, us in _ideal_us(case, nominal).items():
+        if us > TOO_FAST * median_us and (cold or bound == "compute"):
+            peak, unit = peaks[bound]
+            rate = us / median_us * peak
+            return f"faster than the hardware: {rate:.0f} {unit} where the peak is {peak:.0f}"
+    return None
 
 
 def _throughput(
@@ -249,10 +236,8 @@ def save_samples(row: BenchRow, samples: Samples) -> None:
         return
     path = folder / "bench" / "samples.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = {
-        "bench": row.bench, "case": row.case, "cache": row.cache, "candidate": row.candidate,
-        "baseline": row.baseline, "sm_mhz": row.sm_mhz, "n": len(samples.ours),
-    }  # fmt: skip
+    names = ("bench", "case", "cache", "candidate", "baseline", "sm_mhz")
+    line = {**{name: getattr(row, name) for name in names}, "n": len(samples.ours)}
     for name, times in (("us", samples.ours), ("base_us", samples.base)):
         every = -(-len(times) // SAMPLES_KEPT) or 1
         line |= {name: [round(x, 3) for x in times[::every]], f"{name}_every": every}
@@ -261,9 +246,8 @@ def save_samples(row: BenchRow, samples: Samples) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}" if str(
-        error
-    ).strip() else type(error).__name__  # fmt: skip
+    first = [line[:300] for line in str(error).strip().splitlines()[:1]]
+    return ": ".join([type(error).__name__, *first])
 
 
 def measure(
@@ -290,11 +274,9 @@ def measure(
         if isinstance(case, Unbuilt):
             with spent.on("inputs"):
                 case = case.build()
-        row = replace(
-            row, candidate=case.candidate.name, columns=case.columns,
-            path_requested=case.requested or case.candidate.path,
-            baseline=case.baselines[0].name if len(case.baselines) == 1 else None,
-        )  # fmt: skip
+        asked, names = case.requested or case.candidate.path, [one.name for one in case.baselines]
+        row = replace(row, candidate=case.candidate.name, columns=case.columns)
+        row = replace(row, path_requested=asked, baseline=names[0] if len(names) == 1 else None)
         row, samples = _measured(case, clock, row, gpu, ceiling, nominal, cold, budget)
         save(row, samples)
     except NotProven as error:
@@ -423,8 +405,7 @@ def _measured(
         "judged": spots.judged, "draw": seed, "first_call_ms": first_ms,
         **_numbers(samples), **_throughput(case, median, ceiling),
     }  # fmt: skip
-    state = watch.summary()
-    reasons = stats.too_few(len(samples.ours))
+    state, reasons = watch.summary(), stats.too_few(len(samples.ours))
     reasons += stats.instability(samples.ours, clock.resolution_us)
     centres = [median]
     if samples.base:
@@ -456,18 +437,13 @@ def _measured(
 
 def _numbers(samples: Samples) -> dict[str, Any]:
     """Columns of a row that its samples give."""
-    numbers: dict[str, Any] = {
-        **stats.summary(samples.ours), "stop": samples.stop, "batches": samples.batches,
-        "gap_batches": samples.gap_batches, "timed_us": samples.timed_us,
-        "elapsed_us": samples.elapsed_us,
-    }  # fmt: skip
+    names = ("stop", "batches", "gap_batches", "timed_us", "elapsed_us")
+    numbers = stats.summary(samples.ours) | {name: getattr(samples, name) for name in names}
     if not samples.base:
         return numbers
     centre = statistics.median(samples.base)
-    numbers |= {
-        "pairs": len(samples.ratios), "base_median_us": centre,
-        "base_ci95_us": stats.median_ci(samples.base),
-    }  # fmt: skip
+    numbers |= {"pairs": len(samples.ratios), "base_median_us": centre}
+    numbers["base_ci95_us"] = stats.median_ci(samples.base)
     short = min(numbers["median_us"], centre) < RATIO_FLOOR_US
     if not short and len(samples.ratios) >= stats.MIN_CI_N:
         numbers["speedup"] = statistics.median(samples.ratios)

@@ -34,44 +34,26 @@ SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120
 # Bytes of stack that a kernel with heads of D elements and so many heads a group may use, where 32
 # are not enough. ptxas keeps a few scalars there at times; a tile that does not fit the registers
 # takes hundreds: the large ones are tiles to be made smaller, by measurement.
-SPILLS: dict[tuple[str, int | None, int | None], int] = {
-    ("_block_attn_bwd_dkdv_kernel", 64, 4): 48,
-    ("_block_attn_bwd_dkdv_kernel", 128, 1): 552,
-    ("_block_attn_bwd_dkdv_kernel", 128, 4): 264,
-    ("_block_attn_bwd_dkdv_kernel", 128, 8): 152,
-    ("_block_attn_bwd_dkdv_kernel", 128, 16): 40,
-    ("_block_attn_bwd_dkdv_kernel", 128, 64): 40,
-    ("_block_attn_bwd_dkdv_kernel", 192, 16): 40,
-    ("_block_attn_bwd_dq_kernel", 128, 16): 104,
-    ("_block_attn_bwd_dq_kernel", 128, 64): 3096,
-    ("_block_attn_bwd_dq_kernel", 192, 64): 224,
-    ("_block_attn_dq_anew_kernel", 128, 16): 40,
-    ("_block_attn_end_kernel", 128, 4): 536,
-    ("_block_attn_end_kernel", 128, 8): 488,
-    ("_block_attn_end_kernel", 128, 16): 416,
-    ("_block_attn_fwd_kernel", 128, 64): 4136,
-    ("_block_attn_fwd_kernel", 192, 32): 104,
-    ("_block_attn_fwd_kernel", 192, 64): 168,
-    ("_decode_phi_outer_kernel", 192, None): 56,
-    ("_decode_scan_kernel", 256, None): 616,
-    ("_sel_attn_fwd_ranges_kernel", 256, None): 184,
-    ("_span_bwd_dkdv_kernel", 64, 4): 152,
-    ("_span_bwd_dkdv_kernel", 128, 1): 144,
-    ("_span_bwd_dkdv_kernel", 128, 16): 320,
-    ("_span_bwd_dkdv_kernel", 192, 16): 640,  # the fastest tile of an H100 by far
-    ("_span_bwd_dkdv_kernel", 256, 16): 104,
-    ("_span_bwd_dq_kernel", 64, 4): 136,
-    ("_span_bwd_dq_kernel", 128, 1): 64,
-    ("_span_bwd_dq_kernel", 128, 4): 40,
-    ("_span_bwd_dq_kernel", 192, 16): 96,
-    ("_span_bwd_dq_kernel", 192, 64): 496,
-    ("_span_bwd_hopper_kernel", None, 4): 160,
-    ("_span_bwd_hopper_kernel", None, 8): 160,
-    ("_span_bwd_hopper_kernel", None, 16): 160,
-    ("_span_bwd_hopper_kernel", None, 64): 160,
-    ("_span_fwd_kernel", 256, 16): 56,
-    ("_span_pair_fwd_hopper_kernel", None, None): 112,
-}
+SPILLS: dict[str, dict[tuple[int | None, int | None], int]] = {
+    "_block_attn_bwd_dkdv_kernel": {(64, 4): 48, (128, 1): 552, (128, 4): 264, (128, 8): 152,
+                                    (128, 16): 40, (128, 64): 40, (192, 16): 40},
+    "_block_attn_bwd_dq_kernel": {(128, 16): 104, (128, 64): 3096, (192, 64): 224},
+    "_block_attn_dq_anew_kernel": {(128, 16): 40},
+    "_block_attn_end_kernel": {(128, 4): 536, (128, 8): 488, (128, 16): 416},
+    "_block_attn_fwd_kernel": {(128, 64): 4136, (192, 32): 104, (192, 64): 168},
+    "_decode_phi_outer_kernel": {(192, None): 56},
+    "_decode_scan_kernel": {(256, None): 616},
+    "_sel_attn_fwd_ranges_kernel": {(256, None): 184},
+    "_span_bwd_dkdv_kernel": {
+        (64, 4): 152, (128, 1): 144, (128, 16): 320, (256, 16): 104,
+        (192, 16): 640,  # the fastest tile of an H100 by far
+    },
+    "_span_bwd_dq_kernel": {(64, 4): 136, (128, 1): 64, (128, 4): 40, (192, 16): 96,
+                            (192, 64): 496},
+    "_span_bwd_hopper_kernel": dict.fromkeys([(None, h) for h in (4, 8, 16, 64)], 160),
+    "_span_fwd_kernel": {(256, 16): 56},
+    "_span_pair_fwd_hopper_kernel": {(None, None): 112},
+}  # fmt: skip
 # And more where Triton is 3.8, whose register allocation is worse.
 SPILLS_3_8 = {
     "_block_attn_bwd_dkdv_kernel": 568, "_block_attn_bwd_hopper_kernel": 56,
@@ -115,7 +97,7 @@ class AotCase:
         import triton
 
         sizes = self.constexprs.get("D"), self.constexprs.get("HEADS")
-        most = SPILLS.get((self.kernel.__name__, *sizes), 32)
+        most = SPILLS.get(self.kernel.__name__, {}).get(sizes, 32)
         if triton.__version__.startswith("3.8."):
             most = max(most, SPILLS_3_8.get(self.kernel.__name__, 0))
         return most
@@ -135,14 +117,11 @@ _ELEMENTS = {
 def case_of(launch: Launch) -> AotCase:
     """The configuration that a planned launch is of."""
     kernel, names = launch.kernel, list(launch.kernel.arg_names)
-    types, constexprs, options = {}, {}, {}
-    for name, x in zip(names, launch.args, strict=False):
-        if x is None:
-            constexprs[name] = None
-        else:
-            types[name] = _type(x)
-    for name, x in launch.constants.items():
-        (constexprs if name in names else options)[name] = x
+    given = dict(zip(names, launch.args, strict=False))
+    types = {name: _type(x) for name, x in given.items() if x is not None}
+    constexprs = {name: None for name, x in given.items() if x is None}
+    constexprs |= {name: x for name, x in launch.constants.items() if name in names}
+    options = {name: x for name, x in launch.constants.items() if name not in names}
     return AotCase(kernel, types, constexprs, options)
 
 
@@ -172,27 +151,22 @@ class Resources(NamedTuple):
 
     def problems(self, arch: int, max_spill: int = 32) -> list[str]:
         """Why the kernel would fail or crawl on `arch`; empty if it fits."""
-        found = []
-        if self.shared > SHARED_LIMIT[arch]:
-            found.append(f"{self.shared} B of shared memory > {SHARED_LIMIT[arch]} B")
-        if self.stack > max_spill:
-            found.append(f"{self.stack} B of registers spilled > {max_spill} B")
-        if self.barriers:
-            found.append(f"{self.barriers} barriers of all warps where they go their own ways")
-        if self.unrounded:
-            found.append(f"{self.unrounded} sums in which threads differ, by which they rank")
-        return found
+        most = SHARED_LIMIT[arch]
+        found = {
+            f"{self.shared} B of shared memory > {most} B": self.shared > most,
+            f"{self.stack} B of registers spilled > {max_spill} B": self.stack > max_spill,
+            f"{self.barriers} barriers of all warps where they go their own ways": self.barriers,
+            f"{self.unrounded} sums in which threads differ, by which they rank": self.unrounded,
+        }
+        return [problem for problem, holds in found.items() if holds]
+
+
+_code_of = functools.cache(lambda kernel: tuple(_code(kernel, set())))  # many cases share it
 
 
 def content(case: AotCase, arch: int) -> str:
     """A hash of all that a case is compiled from but Triton's release: see scripts/lock.py."""
     return _hash("\n".join([*_code_of(case.kernel), case.form(), str(case.parting), str(arch)]))
-
-
-@functools.cache
-def _code_of(kernel: Any) -> tuple[str, ...]:
-    """_code() of a kernel, which many cases share."""
-    return tuple(_code(kernel, set()))
 
 
 def _hash(text: str) -> str:
@@ -239,18 +213,15 @@ def compile_case(case: AotCase, arch: int) -> tuple[Resources, str]:
     when a case misses or invents an argument of its kernel, or has no `parting`.
     """
     made = compiled(case, arch)
-    registers, stack = usage(made.asm["cubin"])
-    barriers = 0
+    ptx, barriers = made.asm["ptx"], 0
     if case.parting:
-        behind = made.asm["ptx"].partition(case.parting)[2]
-        if not behind:
+        _, found, behind = ptx.partition(case.parting)
+        if not found:
             raise ValueError(f"{case.name}: no {case.parting!r} in its PTX")
         barriers = behind.count("bar.sync")
-    unrounded = 0
-    if case.kernel.__name__ in RANKING:
-        unrounded = len(unrounded_sums(made.asm["ptx"]))
-    used = Resources(made.metadata.shared, registers, stack, barriers, unrounded)
-    return used, _hash(re.sub(r"//.*", "", made.asm["ptx"]))
+    unrounded = len(unrounded_sums(ptx)) if case.kernel.__name__ in RANKING else 0
+    used = Resources(made.metadata.shared, *usage(made.asm["cubin"]), barriers, unrounded)
+    return used, _hash(re.sub(r"//.*", "", ptx))
 
 
 def unrounded_sums(ptx: str) -> list[str]:

@@ -7,8 +7,6 @@ once it is whole, so a run that dies while saving leaves the one before. On seve
 must be shared between them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -42,10 +40,8 @@ def _together() -> None:
 
 def _random_state() -> Tensor:
     """Return the state of torch's generators here, the CPU's and then the GPU's, as uint8."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
-    return torch.cat(states)
+    gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return torch.cat([torch.get_rng_state(), *gpu])
 
 
 def _set_random_state(state: Tensor) -> None:
@@ -62,9 +58,7 @@ class Checkpoints:
     CheckpointError that names the difference. resume=False ignores what is there.
     """
 
-    def __init__(
-        self, folder: Path, about: dict[str, Any], *, every: int = 0, resume: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, about: dict, *, every: int = 0, resume: bool = False) -> None:
         self.folder, self.every, self.wanted = Path(folder), every, resume
         self.about = json.loads(json.dumps(about))
         self.world_changed: int | None = None  # the ranks that wrote it, where they are not as many
@@ -121,11 +115,10 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {path} is not of format {FORMAT!r}")
         theirs = data["about"]
         for name in sorted({*theirs, *self.about}):
-            if theirs.get(name) != self.about.get(name):
-                raise CheckpointError(
-                    f"checkpoint {path} was made with {name} = {theirs.get(name)}, this run has "
-                    f"{self.about.get(name)}"
-                )
+            was, now = theirs.get(name), self.about.get(name)
+            if was != now:
+                made = f"checkpoint {path} was made with {name} = {was}"
+                raise CheckpointError(f"{made}, this run has {now}")
         return data
 
     def resume(
@@ -138,8 +131,7 @@ class Checkpoints:
             return 0, [], [], {}
         data = self._described(path)
         rank, world = _ranks()
-        state = self._tensors(model, optimizer)
-        state["draw"] = draw.get_state()
+        state = self._tensors(model, optimizer) | {"draw": draw.get_state()}
         same = data["world"] == world
         if same:
             state[f"random/{rank}"] = _random_state()

@@ -12,9 +12,6 @@ sm_90 the kernels in Gluon are among them, whatever the release of Triton.
 Exit code: 0 all compile and fit, 1 some do not, 2 usage.
 """
 
-from __future__ import annotations
-
-import argparse
 import functools
 import importlib
 import itertools
@@ -37,11 +34,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from nsa import kernels
+from bench.records import doc_parser
+from nsa import Flags, NSAAttention, NSAConfig, kernels, kvcache
 from nsa.blocks import num_sel_blocks
-from nsa.fp8 import KVCacheDtype
+from nsa.compress import make_compression
+from nsa.fp8 import E4M3, KVCacheDtype
+from nsa.kernels import prefill as whole
+from nsa.kernels.decode import nsa_decode_triton, parallel, step
 from nsa.kernels.launch import Launch, planning
-from nsa.kernels.prefill import limits
+from nsa.kernels.prefill import head_padding, hopper, limits
+from nsa.kernels.prefill.blocks import tile_blocks
+from nsa.kernels.prefill.choice import score_in_attention_hopper
+from nsa.kernels.triton_sel_kernel import sel_fwd, selection_ranges_triton
 from scripts.aot import ARCHS, SHARED_LIMIT, AotCase, case_of, usage
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
@@ -55,15 +59,14 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 def compile_only(arch: int) -> SimpleNamespace:
     """Return a driver for Triton that answers for a GPU of capability `arch`."""
     found = SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
         get_active_torch_device=lambda: torch.device("cpu"),
         get_device_properties=lambda device: {"max_shared_mem": SHARED_LIMIT[arch]},
         launcher_cls=lambda source, metadata: lambda *args: None,
         # Module, function, registers, spills, most threads.
         load_binary=lambda *args: (1, 1, 0, 0, 1024),
-    )
+    )  # fmt: skip
     found.utils = found
     return found
 
@@ -73,12 +76,6 @@ def pretend(arch: int, compiled: dict[str, tuple[str, int, int]]) -> None:
 
     compiled gets (name, registers, bytes of stack) of every kernel that a launch compiles, by hash.
     """
-    from nsa.kernels.decode import step
-    from nsa.kernels.prefill import head_padding, hopper
-    from nsa.kernels.prefill.blocks import tile_blocks
-    from nsa.kernels.prefill.choice import score_in_attention_hopper
-    from nsa.kernels.triton_sel_kernel import sel_fwd
-
     driver.set_active(compile_only(arch))
     for found in pkgutil.walk_packages(kernels.__path__, "nsa.kernels."):
         importlib.import_module(found.name)
@@ -112,8 +109,6 @@ def prefill(
 ) -> None:  # fmt: skip
     """Call the whole operator with h query heads on each of two groups: forward and backward, and
     the forward alone."""
-    from nsa.kernels.prefill import nsa_prefill_triton
-
     make = lambda n, *tail: torch.zeros(1, n, *tail, dtype=dtype)
     n_cmp, kv = max((S - 32) // 16 + 1, 0), lambda n: (make(n, 2, D), make(n, 2, Dv))
     tensors = [make(S, 2 * h, D), *kv(n_cmp), *kv(S), *kv(S), make(S, 2 * h, 3)]
@@ -124,7 +119,7 @@ def prefill(
     for x in tensors:
         x.requires_grad_()
     torch.use_deterministic_algorithms(deterministic)
-    run = lambda: nsa_prefill_triton(
+    run = lambda: whole.nsa_prefill_triton(
         *tensors, l=32, d=16, l_sel=l_sel, n_sel=16, n_init=1, n_local=2, window=512,
         use_gluon=use_gluon, **more,
     )[0]  # fmt: skip
@@ -135,12 +130,9 @@ def prefill(
 
 
 def turn(h: int, D: int, Dv: int, dtype: torch.dtype) -> None:
-    from nsa.kernels.prefill import split_turned_triton
-
     qkv = torch.zeros(4, 2 * h * D + 6 * (D + Dv), dtype=dtype, requires_grad=True)
-    parts = split_turned_triton(
-        qkv, torch.arange(4), heads=2 * h, groups=2, d_k=D, d_v=Dv, rope_base=1e4
-    )
+    sizes = dict(heads=2 * h, groups=2, d_k=D, d_v=Dv, rope_base=1e4)
+    parts = whole.split_turned_triton(qkv, torch.arange(4), **sizes)
     torch.autograd.grad(parts, qkv, [torch.zeros_like(x) for x in parts])
 
 
@@ -149,9 +141,6 @@ def decode(
     n_sel: int = 16, l_sel: int = 64, fp8: bool = False,
 ) -> None:  # fmt: skip
     """Take one decode step over caches of which only the shapes count."""
-    from nsa.fp8 import E4M3
-    from nsa.kernels.decode import nsa_decode_triton
-
     make = lambda *shape: torch.zeros(*shape, dtype=dtype)
     kv = lambda n: tuple(make(B, n, 2, x).to(E4M3 if fp8 else dtype) for x in (D, Dv))
     descales = dict.fromkeys(("k_descale", "v_descale"), torch.ones(B, 2)) if fp8 else {}
@@ -169,14 +158,12 @@ def blocks(
 ) -> None:
     """Call selection by blocks alone, forward and backward, on the kernels for any GPU. Many groups
     bring it to tiles of keys and unions of choices with fewer tokens."""
-    from nsa.kernels.prefill import selection_blocks_triton
-
     lead = (S,) if packed else (1, S)
     make = lambda *tail: torch.zeros(*lead, *tail, dtype=dtype, requires_grad=True)
     q, k, v = make(groups * h, D), make(groups, D), make(groups, Dv)
     ends = dict(cu_seqlens=torch.tensor([0, S], dtype=torch.int32), max_seqlen=S) if packed else {}
     chosen = torch.zeros(*lead, groups, 16, dtype=torch.int32)
-    out = selection_blocks_triton(
+    out = whole.selection_blocks_triton(
         q, k, v, chosen, block_size=64, use_gluon=False, return_lse=return_lse,
         n_blocks=None if packed else num_sel_blocks(S, 64), **ends,
     )  # fmt: skip
@@ -187,16 +174,14 @@ def blocks(
 def spans(h: int, D: int, Dv: int, dtype: torch.dtype) -> None:
     """Call compressed and sliding attention alone, forward and backward, and the choice of blocks
     by a few queries after a quarter of a million tokens."""
-    from nsa.kernels import prefill
-
     make = lambda n, *tail: torch.zeros(1, n, *tail, dtype=dtype, requires_grad=True)
     q, k, v = make(LONG, 2 * h, D), make(LONG, 2, D), make(LONG, 2, Dv)
-    out, _ = prefill.compressed_attention_triton(q, k[:, :19], v[:, :19], l=32, d=16)
+    out, _ = whole.compressed_attention_triton(q, k[:, :19], v[:, :19], l=32, d=16)
     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
-    out, _ = prefill.sliding_attention_triton(q, k, v, window=100)
+    out, _ = whole.sliding_attention_triton(q, k, v, window=100)
     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
     k_cmp, lse = torch.zeros(1, 16384, 2, D, dtype=dtype), torch.zeros(1, 8, 2 * h)
-    prefill.select_blocks_triton(
+    whole.select_blocks_triton(
         q[:, :8].detach(), k_cmp, lse, l=32, d=16, l_sel=64, n_sel=16, q_start=(1 << 18) - 8
     )
 
@@ -207,9 +192,6 @@ def ranges(
 ) -> None:  # fmt: skip
     """Call selection by n ranges of each of so many rows: forward and backward (with one range
     also the lse and its gradient), and the forward alone."""
-    from nsa import Flags
-    from nsa.kernels.triton_sel_kernel import selection_ranges_triton
-
     make = lambda *tail: torch.zeros(1, *tail, dtype=dtype, requires_grad=True)
     tensors = make(rows, 2, h, D), make(2, 1024, D), make(2, 1024, Dv)
     given = torch.zeros(1, rows, 2, n, 2, dtype=kind)
@@ -229,8 +211,6 @@ def append(
     h: int, D: int, Dv: int, dtype: torch.dtype, T: int, phi: Any, kind: KVCacheDtype = "auto"
 ) -> None:
     """Append T tokens, which may fill a block, to a cache."""
-    from nsa import NSAAttention, NSAConfig
-
     config = NSAConfig(dim=64, heads=2 * h, groups=2, d_k=D, d_v=Dv, phi=phi)
     layer = NSAAttention(config).to(dtype)
     with torch.no_grad():
@@ -245,11 +225,6 @@ def into_pages(
     fp8: bool = False,
 ) -> None:  # fmt: skip
     """Append T tokens of each sequence, which may fill blocks, to a caller's caches."""
-    from nsa import NSAConfig, kvcache
-    from nsa.compress import make_compression
-    from nsa.flags import Flags
-    from nsa.fp8 import E4M3
-
     config = NSAConfig(dim=64, heads=2 * h, groups=2, d_k=D, d_v=Dv)
     make = lambda n, x: torch.zeros(2, n, 2, x, dtype=dtype)
     kv = lambda n: [make(n, x).to(E4M3 if fp8 else dtype) for x in (D, Dv)]
@@ -269,9 +244,6 @@ def into_pages(
 def over_ranks(h: int, D: int, Dv: int, dtype: torch.dtype, W: int, blocks: int) -> None:
     """Call what a decode step over W ranks launches between its exchanges, with so many blocks to
     choose from."""
-    from nsa import NSAConfig
-    from nsa.kernels.decode import parallel
-
     config = NSAConfig(dim=64, heads=2 * h, groups=2, d_k=D, d_v=Dv)
     make = lambda *shape: torch.zeros(*shape, dtype=dtype)
     lens, rows = torch.ones(1, dtype=torch.int32), blocks // W * 4
@@ -341,7 +313,7 @@ def some_calls() -> Iterator[Call]:
 def compiled_calls(arch: int) -> Iterator[Call]:
     """Yield the calls whose kernels every test run compiles: on sm_90 and sm_120 all kinds, on the
     others, which have the tiles of one of these, fewer."""
-    whole, most = arch in (90, 120), (128, 128)
+    every, most = arch in (90, 120), (128, 128)
     yield prefill, (LONG, 16, *most, BF16, False, 64, None, False)
     yield prefill, (256, 16, *most, BF16, False, 64, None, False)
     yield turn, (16, *most, BF16)
@@ -361,10 +333,10 @@ def compiled_calls(arch: int) -> Iterator[Call]:
         for S, h in ((LONG, 32), (LONG, 64), (256, 64)):
             yield prefill, (S, h, 192, 128, BF16, False, 64, None, False)
         yield decode, (1, 1, 128, 256, 256, BF16, 8192)
-    if whole or arch == 80:
+    if every or arch == 80:
         yield prefill, (LONG, 4, *most, F32, False, 64, None, False)
         yield ranges, (16, 256, 256, F32, "ranges", 16)
-    if not whole:
+    if not every:
         return
     yield prefill, (LONG, 4, *most, BF16, True, 64, None, False)
     yield prefill, (LONG, 16, 192, 128, BF16, True, 64, None, False)
@@ -412,8 +384,6 @@ def compiled_calls(arch: int) -> Iterator[Call]:
 
 def planned(calls: Iterator[Call]) -> Iterator[tuple[Call, list[Launch] | NotImplementedError]]:
     """Yield what each call would launch, or why there is no kernel. Call pretend() first."""
-    from nsa.kernels.decode import step
-
     step.prepare_planned = lambda *args: None  # no graph is captured here
     torch.autograd.set_multithreading_enabled(False)
     for call, shape in calls:
@@ -437,18 +407,12 @@ def configurations(arch: int) -> list[AotCase]:
     return list(found.values())
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--arch", type=int, required=True, choices=ARCHS, metavar="SM",
-                        help=f"compute capability, from {', '.join(map(str, ARCHS))}")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="one shape of prefill")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    parser = doc_parser(__doc__)
+    archs = f"compute capability, from {', '.join(map(str, ARCHS))}"
+    parser.add_argument("--arch", type=int, required=True, choices=ARCHS, metavar="SM", help=archs)
+    parser.add_argument("--quick", action="store_true", help="one shape of prefill")
+    args = parser.parse_args(argv)
     compiled: dict[str, tuple[str, int, int]] = {}
     pretend(args.arch, compiled)
     calls, unserved, failed = 0, 0, 0

@@ -6,8 +6,6 @@
 Prints the answer and sends it as "metric" rows. Exit code: 0 one can be used, 3 none can.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -22,20 +20,16 @@ def main(argv: list[str] | None = None) -> int:
     found = fa2.probe()
     for name in ("source", "version", "why_not", "package_reason", "wheel"):
         emit("metric", {"name": f"fa2_{name}", "value": getattr(found, name), "unit": None})
-    if found.source is not None:
-        print(f"FA-2: {found.source} {found.version}")
-    else:
-        print(f"FA-2: none ({found.why_not})")
+    which = f"none ({found.why_not})" if found.source is None else f"{found.source} {found.version}"
+    print(f"FA-2: {which}")
     print(f"flash_attn package: {found.package_reason or 'works'}")
     print(f"flash_attn wheel: {found.wheel}")
     if found.source is None:
         note(f"no FlashAttention-2 here: {found.why_not}; {found.wheel}")
         return 3
     if found.package_reason is not None:
-        note(
-            f"torch's own FlashAttention-2 is used; the flash_attn package is not: "
-            f"{found.package_reason}; {found.wheel}"
-        )
+        note("torch's own FlashAttention-2 is used; the flash_attn package is not: "
+             f"{found.package_reason}; {found.wheel}")  # fmt: skip
     return 0
 
 

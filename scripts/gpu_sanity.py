@@ -6,8 +6,6 @@
 Each is held against fp64. Exit code: 0 all right, 1 one is wrong, 3 there is nothing to run on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import time
@@ -89,14 +87,8 @@ def selection(device: str, dtype: torch.dtype) -> bool:
 
     N, H, L, D = 4, 4, 48, 32
     gen = torch.Generator().manual_seed(2)
-    Q = torch.randn(N, H, D, generator=gen).to(dtype)
-    K = torch.randn(N, L, D, generator=gen).to(dtype)
-    V = torch.randn(N, L, D, generator=gen).to(dtype)
-
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        weights = torch.softmax(q @ k.transpose(1, 2) / D**0.5, dim=-1)
-        return weights @ v
-
+    Q, K, V = (torch.randn(N, n, D, generator=gen).to(dtype) for n in (H, L, L))
+    plain = lambda q, k, v: torch.softmax(q @ k.transpose(1, 2) / D**0.5, dim=-1) @ v
     with launches.recording() as counts:
         out = sel_attn_fwd_dense(Q.to(device), K.to(device), V.to(device))
     return report(

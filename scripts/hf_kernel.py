@@ -11,8 +11,6 @@ PyTorch's operators get names of their own. Files are of the checkout as it is.
 Exit code: 0 written, 2 usage (OUT/build is there already).
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -71,14 +69,9 @@ def write(out: Path) -> str:
             path.write_bytes(data)
         digests = {name: digest(data) for name, data in files.items()}
         metadata = {
-            "name": "nsa",
-            "id": module,
-            "version": 0,
-            "license": "MIT",
-            "python-depends": [],
-            "backend": {"type": backend},
-            "digest": {"algorithm": "sha256", "files": digests},
-        }
+            "name": "nsa", "id": module, "version": 0, "license": "MIT", "python-depends": [],
+            "backend": {"type": backend}, "digest": {"algorithm": "sha256", "files": digests},
+        }  # fmt: skip
         (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
     shutil.copy(ROOT / "LICENSE", out / "LICENSE")
     return module

@@ -14,9 +14,6 @@ and options; Triton's release.
 PTX has changed, so that a commit which changes kernels says so. `make test-all` compiles all.
 """
 
-from __future__ import annotations
-
-import contextlib
 import gc
 import inspect
 import json
@@ -24,7 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -40,19 +37,6 @@ from scripts.aot import AotCase
 LOCKS = Path(__file__).resolve().parent.parent / "nsa" / "tests" / "locks"
 LOCK = LOCKS / "kernels.json"
 CALLS_OF = (80, 90, 120)  # one each of three ways to fit kernels
-
-
-@contextlib.contextmanager
-def fresh_cache() -> Iterator[None]:
-    """Compile into an empty cache, since a stale entry would hide a compiler error, and without
-    searches for garbage, which the compiler's many objects would set off one after the other."""
-    gc.disable()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
-                yield
-        finally:
-            gc.enable()
 
 
 def api() -> list[str]:
@@ -108,25 +92,18 @@ def read() -> dict:
     return found
 
 
-def label(case: AotCase, arch: int) -> str:
-    """Return the name of a configuration in the lock."""
-    return f"sm_{arch} {case.name}"
-
-
 def known_entry(kernels: dict[str, list], case: AotCase, arch: int) -> list | None:
     """Return the entry of a configuration, if that has not changed since it was written."""
-    entry = kernels.get(label(case, arch))
+    entry = kernels.get(f"sm_{arch} {case.name}")
     return entry if entry and entry[0] == aot.content(case, arch) else None
 
 
-def compile_cases(
-    cases: list[AotCase], arch: int, kernels: dict[str, list]
-) -> tuple[dict[str, list], list[str]]:
+def compile_cases(cases: list[AotCase], arch: int, kernels: dict) -> tuple[dict, list[str]]:
     """Compile the cases for whose content `kernels` has no entry. Returns the entries of all, and
     what is wrong with cases that have none."""
     found, bad = {}, []
     for case in cases:
-        name, entry = label(case, arch), known_entry(kernels, case, arch)
+        name, entry = f"sm_{arch} {case.name}", known_entry(kernels, case, arch)
         if entry is None:
             try:
                 used, ptx = aot.compile_case(case, arch)
@@ -161,21 +138,27 @@ def compiled(arch: int) -> tuple[dict[str, list], list[str]]:
 
     kernels = {} if os.environ.get("TEST_ALL") else read()["kernels"]
     launched.pretend(arch, {})
-    with fresh_cache():
+    # Into an empty cache, since a stale entry would hide a compiler error, and without searches for
+    # garbage, which the compiler's many objects would set off one after the other.
+    gc.disable()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
+    ):
         cases = launched.configurations(arch)
         found, bad = compile_cases(cases, arch, kernels)
         new = {c.name for c in cases if known_entry(kernels, c, arch) is None}
         ones = lower_with_ones(cases, new) if arch == 90 else {}
+    gc.enable()
     bad += [f"sm_90 {name} with {why}" for name, why in ones.items()]
     return found, bad
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = doc_parser(__doc__)
-    parser.add_argument("--calls", type=int, choices=CALLS_OF, metavar="SM",
-                        help=f"only print what calls launch on one of {CALLS_OF}")  # fmt: skip
-    parser.add_argument("--kernels", type=int, choices=aot.ARCHS, metavar="SM",
-                        help="only print what kernels compile to for one architecture")  # fmt: skip
+    add, one = parser.add_argument, dict(type=int, metavar="SM")
+    add("--calls", choices=CALLS_OF, help="only print what calls launch on this one", **one)
+    add("--kernels", choices=aot.ARCHS, help="only print what kernels compile to for it", **one)
     args = parser.parse_args(argv)
     if args.calls:
         print("\n".join(calls(args.calls)))

@@ -13,8 +13,6 @@ runner's own (0 all required stages passed), 2 for a usage error or a file that 
 when no bundle came back.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json
@@ -96,15 +94,13 @@ def build_app(modal: Any, gpu: str, timeout_s: int) -> tuple[Any, Any]:
     return app, remote
 
 
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+_cell = lambda value: str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def _fa2_lengths(recommend: dict[str, Any]) -> str:
     """FA-2's minimum lengths, where some are proposed."""
-    names = ("fa2_min_len_win", "fa2_min_len_cmp")
-    found = [f"`{name}` = {n}" for name in names if (n := recommend.get(name)) is not None]
-    return ", ".join(found)
+    found = {name: recommend.get(name) for name in ("fa2_min_len_win", "fa2_min_len_cmp")}
+    return ", ".join(f"`{name}` = {n}" for name, n in found.items() if n is not None)
 
 
 def propose(folder: Path, bundle: dict[str, Any], config: Path) -> int:
@@ -174,14 +170,6 @@ Lower bounds of the speedup over packing plus SDPA, the smallest per selected le
     return text + "\n"
 
 
-def load_bundle(folder: Path) -> dict[str, Any]:
-    path = folder / "bundle.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as e:
-        raise SystemExit(f"no readable bundle.json in {folder}: {e}") from e
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = doc_parser(__doc__)
     parser.add_argument("--gpu", default="H100", help="Modal GPU name (default H100)")
@@ -200,10 +188,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.body_from:
         folder, code = args.body_from, 0
     else:
-        if args.local:
-            result = run_report(ROOT, args.profile)
-        else:
-            result = run_on_modal(args.gpu, args.profile, args.timeout)
+        result = (run_report(ROOT, args.profile) if args.local
+                  else run_on_modal(args.gpu, args.profile, args.timeout))  # fmt: skip
         code = result["exit_code"]
         if result["archive"] is None:
             print(f"the runner left no bundle to share (its exit code: {code})", file=sys.stderr)
@@ -212,7 +198,10 @@ def main(argv: list[str] | None = None) -> int:
         with tarfile.open(fileobj=io.BytesIO(result["archive"])) as tar:
             tar.extractall(args.out, filter="data")
         folder = args.out / result["name"]
-    bundle = load_bundle(folder)
+    try:
+        bundle = json.loads((folder / "bundle.json").read_text())
+    except (OSError, ValueError) as e:
+        raise SystemExit(f"no readable bundle.json in {folder}: {e}") from e
     (args.out / "pr_body.md").write_text(pr_body(bundle))
     print(args.out / "pr_body.md")
     if args.config and bundle.get("recommend") and propose(folder, bundle, args.config):

@@ -18,11 +18,10 @@ Three facts decide (exit code 0 all hold, 1 one fails, 2 usage error, or no such
 the needle's depth, in tenths of the text; every one must be.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,12 +61,9 @@ class Case:
 
 
 def make_case(
-    tokens: int,
-    queries: int,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    tokens: int, queries: int, device: str = "cpu", dtype: torch.dtype = torch.float32,
     seed: int = 0,
-) -> Case:
+) -> Case:  # fmt: skip
     """Hide queries * GROUPS needles; the last `queries` rows of q look for them."""
     g = torch.Generator().manual_seed(seed)
     blocks = tokens // L_SEL
@@ -76,20 +72,15 @@ def make_case(
     if free < queries:
         raise ValueError(f"tokens must leave a free block per query, got {tokens} for {queries}")
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g)
-
-    def unit(x: Tensor) -> Tensor:
-        return x / x.norm(dim=-1, keepdim=True)
-
+    normal = lambda *shape: torch.randn(*shape, generator=g)
+    unit = lambda x: x / x.norm(dim=-1, keepdim=True)
     q = normal(1, tokens, GROUPS * HEADS_PER_GROUP, DIM)
     k, v = normal(1, tokens, GROUPS, DIM), normal(1, tokens, GROUPS, DIM)
     target = unit(normal(queries, GROUPS, DIM))
     needles = torch.empty(queries, GROUPS, dtype=torch.long)
     for group in range(GROUPS):
         order = N_INIT + torch.randperm(free, generator=g)
-        offset = torch.randint(0, L_SEL, (free,), generator=g)
-        spots = order * L_SEL + offset
+        spots = order * L_SEL + torch.randint(0, L_SEL, (free,), generator=g)
         # One competitor in every free block without a needle, each half-way towards one query.
         rivals = spots[queries:]
         wanted = target[torch.arange(len(rivals)) % queries, group]
@@ -118,19 +109,13 @@ class Result:
     limit: float
 
     def checks(self) -> list[tuple[str, bool, str]]:
+        found = self.found_share == 1.0 and self.max_abs_error <= self.limit
+        seen = f"{self.found_share:.1%} of the blocks, output off by {self.max_abs_error:.2g}"
+        without = f"{self.found_share_without:.1%} without the key, chance {self.chance:.1%}"
         return [
             ("control", self.control_min_weight >= 0.9, f"weight {self.control_min_weight:.4f}"),
-            (
-                "found",
-                self.found_share == 1.0 and self.max_abs_error <= self.limit,
-                f"{self.found_share:.1%} of the blocks, output off by {self.max_abs_error:.2g} "
-                f"(limit {self.limit:.2g})",
-            ),
-            (
-                "not_chance",
-                self.found_share_without <= 0.5,
-                f"{self.found_share_without:.1%} without the key, chance {self.chance:.1%}",
-            ),
+            ("found", found, f"{seen} (limit {self.limit:.2g})"),
+            ("not_chance", self.found_share_without <= 0.5, without),
         ]
 
 
@@ -163,9 +148,7 @@ def search(
         backend=backend,
     )  # fmt: skip
 
-    def chosen(k: Tensor) -> Tensor:
-        return select(q, mean_pool(k, L, D), **blocks)
-
+    chosen = lambda k: select(q, mean_pool(k, L, D), **blocks)
     indices = chosen(case.k)
     out = selection_attention(
         q, case.k, case.v, indices, block_size=L_SEL, q_start=first, backend=backend
@@ -195,7 +178,7 @@ def by_depth(
     text, in how many cases the block was selected."""
     rows = []
     for tokens in lengths:
-        found, n = [0] * DEPTHS, [0] * DEPTHS
+        found, n = Counter[int](), Counter[int]()
         for seed in range(seeds):
             case = make_case(tokens, queries, device, dtype, seed)
             indices = select(
@@ -203,9 +186,8 @@ def by_depth(
                 n_init=N_INIT, n_local=N_LOCAL, q_start=tokens - queries, backend=backend,
             )  # fmt: skip
             depths = case.needles * DEPTHS // tokens
-            for depth in range(DEPTHS):
-                n[depth] += int((depths == depth).sum())
-                found[depth] += int(case.hits(indices)[depths == depth].sum())
+            n.update(depths.flatten().tolist())
+            found.update(depths[case.hits(indices)].tolist())
         rows += [
             {"tokens": tokens, "depth": i / DEPTHS, "found": found[i], "n": n[i]}
             for i in range(DEPTHS)
@@ -233,19 +215,18 @@ def depth_report(rows: list[dict[str, float]], picture: str | None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--queries", type=int, default=8, help="needles per KV group")
-    parser.add_argument("--n-sel", type=int, default=16)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="fp32", choices=["fp32", "fp16", "bf16"])
-    parser.add_argument(
-        "--backend", choices=["auto", "triton", "reference"], default="auto",
-        help="auto follows the NSA_* flags; a named route runs or fails",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lengths", type=integers, help="count by depth at these lengths, a,b,c")
-    parser.add_argument("--seeds", type=int, default=5, help="texts per length")
-    parser.add_argument("--picture", metavar="SVG", help="draw what --lengths counted")
+    add = parser.add_argument
+    add("--tokens", type=int, default=8192)
+    add("--queries", type=int, default=8, help="needles per KV group")
+    add("--n-sel", type=int, default=16)
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--dtype", default="fp32", choices=["fp32", "fp16", "bf16"])
+    add("--backend", choices=["auto", "triton", "reference"], default="auto",
+        help="auto follows the NSA_* flags; a named route runs or fails")  # fmt: skip
+    add("--seed", type=int, default=0)
+    add("--lengths", type=integers, help="count by depth at these lengths, a,b,c")
+    add("--seeds", type=int, default=5, help="texts per length")
+    add("--picture", metavar="SVG", help="draw what --lengths counted")
     args = parser.parse_args(argv)
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[args.dtype]
     if args.seeds < 1 or (args.picture and not args.lengths):

@@ -1,7 +1,5 @@
 """Pictures of training runs and of needle searches as SVG, in the style of the report's plots."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,9 +38,8 @@ def training(curve: Rows, rates: Rows, path: Path) -> None:
             for j, seq in enumerate(lengths):
                 mine = [r for r in curve if r["attention"] == attention and r["seq"] == seq]
                 label = attention if len(lengths) == 1 else f"{attention}, {seq} tokens"
-                line = dict(color=colour, linewidth=1.3, label=label)
-                steps, losses = zip(*((r["step"], r["loss"]) for r in mine), strict=True)
-                left.plot(steps, losses, styles[j % len(styles)], **line)
+                points = zip(*((r["step"], r["loss"]) for r in mine), strict=True)
+                left.plot(*points, styles[j % 4], color=colour, linewidth=1.3, label=label)
                 held = [(r["step"], r["val_loss"]) for r in mine if r["val_loss"] is not None]
                 if held:
                     left.plot(*zip(*held, strict=True), "o", color=colour, markersize=4)

@@ -10,13 +10,10 @@ call follow, as its own launchers name them, with the reason against each faster
 token takes in the caches of a layer of these sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,17 +33,11 @@ from nsa.module import NSAAttention
 from nsa.options import Parser
 
 # (what it is, tokens, gradient)
-CALLS = (
-    ("prefill, 1024 tokens", 1024, False),
-    ("prefill, 8192 tokens", 8192, False),
-    ("training, 8192 tokens", 8192, True),
-)
+CALLS = (("prefill, 1024 tokens", 1024, False), ("prefill, 8192 tokens", 8192, False),
+         ("training, 8192 tokens", 8192, True))  # fmt: skip
 STEP = ("decode step, 8192 tokens", 8192, False)
 PAPER = NSAConfig(dim=2560, heads=64, groups=4, d_k=192, d_v=128)
-FLAG_OF = {
-    "below_min_L": "NSA_SEL_TRITON_MIN_L",
-    "below_min_len": "NSA_FA2_MIN_LEN_CMP",
-}
+FLAG_OF = {"below_min_L": "NSA_SEL_TRITON_MIN_L", "below_min_len": "NSA_FA2_MIN_LEN_CMP"}
 
 
 def key_length(branch: Branch, S: int, c: NSAConfig) -> int:
@@ -82,8 +73,10 @@ def call_kernels(dtype: str, config: NSAConfig) -> list[dict[str, Any]]:
     rows = []
     for what, call in calls:
         plan = plans.plan_call(call)
+        times = Counter(plan.kernels)  # in order, each once
         rows.append({
-            "call": what, "kernels": counted(plan.kernels), "passed_over": plan.passed_over,
+            "call": what, "passed_over": plan.passed_over,
+            "kernels": [name if n == 1 else f"{name} x{n}" for name, n in times.items()],
             "routes": sorted({f"{d.branch.value}: {d.route.value}" for d in plan.decisions}),
         })  # fmt: skip
     return rows
@@ -132,25 +125,15 @@ def routing(dtype: str, head_dim: int, config: NSAConfig | None = None) -> dict:
                 "route": route.value, "rejected": rejected,
             })  # fmt: skip
     return {
-        "device": name or "cpu",
-        "dtype": dtype,
-        "head_dim": head_dim,
+        "device": name or "cpu", "dtype": dtype, "head_dim": head_dim,
         "sizes": {n: getattr(config, n) for n in ("l", "d", "l_sel", "n_sel", "w")},
-        "fa2": no_fa2,
-        "flags": flags.effective(),
-        "decisions": decisions,
+        "fa2": no_fa2, "flags": flags.effective(), "decisions": decisions,
         "calls": call_kernels(dtype, sized) if cuda and dispatch._has_triton() else [],
         "cache_bytes_per_token": {
-            kind: cache_bytes_per_token(sized, getattr(torch, dtype), ring=ring)
-            for kind, ring in (("rings", True), ("pages", False))
+            kind: cache_bytes_per_token(sized, getattr(torch, dtype), ring=kind == "rings")
+            for kind in ("rings", "pages")
         },
-    }
-
-
-def counted(names: Sequence[str]) -> list[str]:
-    """Return names in order, each once, with how many times it stands there if more than once."""
-    times = Counter(names)
-    return [name if n == 1 else f"{name} x{n}" for name, n in times.items()]
+    }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -168,11 +151,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"device {data['device']}, {args.dtype}, head dim {args.head_dim}, {sizes}")
     for flag in data["flags"]:
         print(f"  {flag['name']:28} {flag['value']!s:8} {flag['source']}")
+    told = lambda r: f"{r['route']}: {r['meaning' if r['reason'] in FLAG_OF else 'reason']}"
     for d in data["decisions"]:
-        why = "; ".join(
-            f"{r['route']}: {r['meaning'] if r['reason'] in FLAG_OF else r['reason']}"
-            for r in d["rejected"]
-        )
+        why = "; ".join(map(told, d["rejected"]))
         what = f"{d['branch']:10} {d['call']:24} {d['key_len']:5} keys -> {d['route']:9}"
         print(f"{what} {f'({why})' if why else ''}".rstrip())
     for call in data["calls"]:

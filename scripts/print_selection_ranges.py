@@ -8,8 +8,6 @@ checked on the way: sorted, disjoint, not empty, not after the query, holding th
 code 1 when one is not.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -30,17 +28,15 @@ from nsa.select import blocks_to_ranges
 
 def wrong(ranges: list[list[int]], t: int, l_sel: int, n_sel: int) -> str | None:
     """Say what is wrong with the ranges of query `t`; None if nothing is."""
-    if any(start >= end for start, end in ranges):
-        return "an empty or inverted range"
-    if any(a[1] >= b[0] for a, b in zip(ranges, ranges[1:], strict=False)):
-        return "ranges that touch or overlap or are not sorted"
-    if any(start < 0 or end > t + 1 for start, end in ranges):
-        return "a range after the query"
-    if not any(start <= t < end for start, end in ranges):
-        return "the query's own token is missing"
-    if sum(end - start for start, end in ranges) > l_sel * n_sel:
-        return "more tokens than n_sel blocks hold"
-    return None
+    neighbours, tokens = zip(ranges, ranges[1:], strict=False), sum(b - a for a, b in ranges)
+    faults = {
+        "an empty or inverted range": any(a >= b for a, b in ranges),
+        "ranges that touch or overlap or are not sorted": any(a[1] >= b[0] for a, b in neighbours),
+        "a range after the query": any(a < 0 or b > t + 1 for a, b in ranges),
+        "the query's own token is missing": not any(a <= t < b for a, b in ranges),
+        "more tokens than n_sel blocks hold": tokens > l_sel * n_sel,
+    }
+    return next((fault for fault, holds in faults.items() if holds), None)
 
 
 def main(argv: list[str] | None = None) -> int:

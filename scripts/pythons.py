@@ -27,19 +27,12 @@ PIP_SET = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_DEPS": "0", "
 # module -> (distribution, what it needs itself): installed with --no-deps, so that no resolver can
 # touch torch.
 SMALL = {
-    "jinja2": ("jinja2", ("markupsafe",)),
+    "jinja2": ("jinja2", ("markupsafe",)), "yaml": ("pyyaml", ()), "packaging": ("packaging", ()),
     "pytest": ("pytest", ("pluggy", "iniconfig", "packaging", "pygments")),
-    "pytest_timeout": ("pytest-timeout", ()),
-    "hypothesis": ("hypothesis", ("sortedcontainers",)),
-    "yaml": ("pyyaml", ()),
-    "packaging": ("packaging", ()),
-    "pynvml": ("nvidia-ml-py", ()),
-    "numpy": ("numpy", ()),
-    "matplotlib": (
-        "matplotlib",
-        ("contourpy", "cycler", "fonttools", "kiwisolver", "pillow", "pyparsing",
-         "python-dateutil", "six", "packaging"),
-    ),
+    "pytest_timeout": ("pytest-timeout", ()), "pynvml": ("nvidia-ml-py", ()),
+    "hypothesis": ("hypothesis", ("sortedcontainers",)), "numpy": ("numpy", ()),
+    "matplotlib": ("matplotlib", ("contourpy", "cycler", "fonttools", "kiwisolver", "pillow",
+                                  "pyparsing", "python-dateutil", "six", "packaging")),
 }  # fmt: skip
 # Named by pytest and hypothesis on Python 3.10 only.
 SMALL_310 = ("exceptiongroup", "tomli", "typing_extensions")
@@ -229,21 +222,14 @@ def add_small_packages(python: str) -> tuple[Path | None, list[str], str | None]
         return None, [], f"{python} does not answer"
     if not missing:
         return (folder if folder.exists() else None), [], None
-    wanted: list[str] = []
-    for module in missing:
-        name, needs = SMALL[module]
-        wanted += [name, *needs]
-        if module in ("pytest", "hypothesis") and tuple(facts["version"]) == (3, 10):
-            wanted += SMALL_310
-    wanted = sorted(set(wanted))
-    if "numpy" not in missing and "numpy" in wanted:
-        wanted.remove("numpy")
+    names = {x for module in missing for x in (SMALL[module][0], *SMALL[module][1])}
+    if {"pytest", "hypothesis"} & set(missing) and tuple(facts["version"]) == (3, 10):
+        names |= set(SMALL_310)
+    wanted = sorted(names)
     say(f"== adding to .deps (torch is left alone): {', '.join(wanted)}")
     folder.mkdir(parents=True, exist_ok=True)
-    problem = pip(
-        python, "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder),
-        "--timeout", "15", "--retries", "1", *wanted, timeout_s=300,
-    )  # fmt: skip
+    how = "install --quiet --no-deps --upgrade --timeout 15 --retries 1 --target".split()
+    problem = pip(python, *how, str(folder), *wanted, timeout_s=300)
     still = missing_modules(python, env) or []
     if still:
         problem = f"not installed: {', '.join(still)} ({problem or 'pip said it did'})"

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -93,13 +92,10 @@ def choose(install: bool = True) -> dict:
             if seen["works"]:
                 why = f"torch {seen['torch']} of {facts['path']} sees the GPU; used as it is"
                 return beside(facts["path"], why)
-            choice["problems"].append(
-                f"{facts['path']}: torch {seen.get('torch', '')} does not see the GPU"
-                + (f" ({seen['error']})" if seen.get("error") else "")
-            )
-        folder, requirements = ROOT / ".venv-gpu", ROOT / "requirements.txt"
-    else:
-        folder, requirements = ROOT / ".venv", ROOT / "requirements-cpu.txt"
+            blind = f"{facts['path']}: torch {seen.get('torch', '')} does not see the GPU"
+            choice["problems"].append(blind + (f" ({seen['error']})" if seen.get("error") else ""))
+    names = (".venv-gpu", "requirements.txt") if hardware else (".venv", "requirements-cpu.txt")
+    folder, requirements = (ROOT / name for name in names)
     choice["why"] = f"{folder.name} from {requirements.name}"
     choice["python"] = str(folder / "bin" / "python")
     if install:
@@ -128,11 +124,10 @@ def run_report(argv: list[str]) -> int:
     """Become `python -m scripts.oneshot run`. A failed set-up still gets a report that says so."""
     run = ["-m", "scripts.oneshot", "run", *argv]
     if {"--dry-run", "-h", "--help"} & set(argv):
-        python = pythons.first_able()
-        if python is None:
-            say("no Python 3.10 or later on PATH")
-            return 3
-        return become(python, run, "")
+        if python := pythons.first_able():
+            return become(python, run, "")
+        say("no Python 3.10 or later on PATH")
+        return 3
     if (refused := usage_error(argv)) is not None:
         say(refused.rstrip())
         return 2
@@ -147,10 +142,9 @@ def run_report(argv: list[str]) -> int:
         if python is None:
             say("no Python 3.10 or later: not even a report can be written")
             return 3
-        text = re.sub(r"\s+", " ", str(error))
+        failed = "set-up failed: " + " ".join(str(error).split())
         choice = {"python": python, "why": "the only Python there is", "hardware": None,
-                  "problems": [f"set-up failed: {text}"], "missing": [],
-                  "pythonpath": ""}  # fmt: skip
+                  "problems": [failed], "missing": [], "pythonpath": ""}  # fmt: skip
     say(f"== Python: {choice['python']} ({choice['why']})")
     shown = {k: choice[k] for k in ("why", "hardware", "problems", "missing")}
     told = {"ONESHOT_SETUP": json.dumps(shown)}

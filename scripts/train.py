@@ -20,10 +20,9 @@ for kernels that add up in no fixed order.
 Exit code: 0 done, 1 a loss is not finite, 2 usage error, 3 no such device.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
+import itertools
 import math
 import os
 import sys
@@ -52,7 +51,7 @@ from nsa.module import NSAAttention
 from nsa.options import Parser
 from nsa.rotary import rotary
 from scripts.checkpoints import CheckpointError, Checkpoints
-from scripts.training import PRESETS, VOCAB, Preset, Run, finite, load_corpus, train, training_flags
+from scripts.training import PRESETS, VOCAB, Preset, Run, load_corpus, train, training_flags
 
 ATTENTIONS = ("nsa", "dense")
 CURVE = ("attention", "seq", "step", "loss", "val_loss", "lr", "tokens_per_s")
@@ -92,9 +91,9 @@ def prepare(
     Only the forward functions are replaced: names of parameters stay, and FSDP's hooks run outside
     of compiled code.
     """
+    faster = functools.partial(torch.compile, backend=backend)
     for block in model.blocks:
         if compiled:
-            faster = functools.partial(torch.compile, backend=backend)
             layer = block.attention
             if isinstance(layer, NSAAttention):
                 # The attention itself is not traced: its kernels are chosen when it runs.
@@ -170,7 +169,7 @@ def presets(
     except ValueError as error:
         parser.error(str(error))
     base = replace(base, config=config, **given("steps", "lr", "layers", "batch"))
-    world, out = int(os.environ.get("WORLD_SIZE", "1")), []
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     lengths = args.seq or [base.seq]
     for seq in lengths:
         if not 2 * config.l_sel <= seq <= longest:
@@ -180,32 +179,22 @@ def presets(
         base = replace(base, batch=math.ceil(least / world) * world)
     elif args.batch % world:
         parser.error(f"--batch must be a multiple of the {world} ranks, got {args.batch}")
-    for seq in lengths:
-        share = base.batch * lengths[0] // seq // world  # sequences of a rank
-        out.append(replace(base, seq=seq, batch=max(1, share) * world))
-    return out
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Gather the whole model on rank 0, on the CPU; every rank must call."""
-    return get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    share = lambda seq: max(1, base.batch * lengths[0] // seq // world)  # sequences of a rank
+    return [replace(base, seq=seq, batch=share(seq) * world) for seq in lengths]
 
 
 def summary(attention: str, preset: Preset, run: Run, world: int) -> dict[str, Any]:
-    last = next((r["val_loss"] for r in reversed(run.rows) if r["val_loss"] is not None), None)
+    held_out = [r["val_loss"] for r in run.rows if r["val_loss"] is not None]
     return {
-        "attention": attention, "seq": preset.seq, "batch": preset.batch,
-        "tokens_per_step": preset.batch * preset.seq, "world": world,
+        "attention": attention, "seq": preset.seq, "batch": preset.batch, "world": world,
+        "tokens_per_step": preset.batch * preset.seq, "val_loss": (held_out or [None])[-1],
         "parameters": sum(p.numel() for p in run.model.parameters()),
-        "tokens_per_s": run.tokens_per_s, "first_step_s": run.first_step_s,
-        "peak_vram_mib": run.peak_vram_mib, "val_loss": last,
+        **{n: getattr(run, n) for n in ("tokens_per_s", "first_step_s", "peak_vram_mib")},
     }  # fmt: skip
 
 
 def report(out: Path, curve: list[dict], rates: list[dict]) -> None:
-    write_csv(str(out / "train.csv"), [finite(r) for r in curve], CURVE)
+    write_csv(str(out / "train.csv"), curve, CURVE)
     write_csv(str(out / "rates.csv"), rates, RATES)
     try:
         from scripts.pictures import training
@@ -240,24 +229,22 @@ def main(argv: list[str] | None = None) -> int:
         if len(set(steps.values())) > 1:
             told = ", ".join(f"{tokens} at --seq {seq}" for seq, tokens in steps.items())
             note(f"tokens per step differ: {told}", "warn")
-    curve: list[dict[str, Any]] = []
-    rates: list[dict[str, Any]] = []
+    curve, rates = [], []
     try:
-        for preset in planned:
-            for attention in args.attention:
-                about = {**asdict(preset), "attention": attention, "seed": args.seed}
-                saved = Checkpoints(
-                    args.out / "checkpoints" / f"{attention}-{preset.seq}", about,
-                    every=args.save_every, resume=args.resume,
-                )  # fmt: skip
-                run = train_one(args, attention, preset, (text, held_out), device, mesh, saved)
-                curve += [{"attention": attention, "seq": preset.seq, **r} for r in run.rows]
-                rates.append(summary(attention, preset, run, world))
-                if args.save and attention == "nsa":
-                    state = weights(run.model)
-                    if first:
-                        save_checkpoint(args.save, run.model, state)
-                del run
+        for preset, attention in itertools.product(planned, args.attention):
+            about = {**asdict(preset), "attention": attention, "seed": args.seed}
+            folder = args.out / "checkpoints" / f"{attention}-{preset.seq}"
+            saved = Checkpoints(folder, about, every=args.save_every, resume=args.resume)
+            run = train_one(args, attention, preset, (text, held_out), device, mesh, saved)
+            curve += [{"attention": attention, "seq": preset.seq, **r} for r in run.rows]
+            rates.append(summary(attention, preset, run, world))
+            if args.save and attention == "nsa":
+                # The whole model on rank 0, on the CPU; every rank must call.
+                whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+                state = get_model_state_dict(run.model, options=whole)
+                if first:
+                    save_checkpoint(args.save, run.model, state)
+            del run
         if first:
             report(args.out, curve, rates)
     except CheckpointError as error:
@@ -282,10 +269,8 @@ def train_one(
         if attention == "dense":  # the rest starts with the weights that it has beside NSA
             for block in model.blocks:
                 block.attention = DenseAttention(preset.config)
-        return prepare(
-            model.to(device), mesh, recompute=args.recompute, compiled=args.compile,
-            backend=args.compile_backend,
-        )  # fmt: skip
+        how = dict(recompute=args.recompute, compiled=args.compile, backend=args.compile_backend)
+        return prepare(model.to(device), mesh, **how)
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -16,9 +16,7 @@ checks hold, 1 the loss is not finite or did not fall or the probe found a leak,
 3 no such device.
 """
 
-from __future__ import annotations
-
-import argparse
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -36,16 +34,7 @@ from bench.records import amount, doc_parser, emit, note, positive, told
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
-from scripts.training import (
-    PRESETS,
-    VOCAB,
-    Preset,
-    Run,
-    autocast,
-    load_corpus,
-    train,
-    write_curve,
-)
+from scripts.training import PRESETS, VOCAB, Preset, Run, autocast, load_corpus, train, write_curve
 
 MIN_FALL_NATS = 0.1  # random bytes start at ln 256 = 5.5; twenty steps already fall by more than 1
 
@@ -56,9 +45,7 @@ def ngram_cross_entropy(train: Tensor, held_out: Tensor, order: int) -> float:
     order 1: each byte alone; order 2: each byte given the one before it.
     """
 
-    def cells(text: Tensor) -> Tensor:
-        return text[1:] if order == 1 else text[:-1] * VOCAB + text[1:]
-
+    cells = lambda text: text[1:] if order == 1 else text[:-1] * VOCAB + text[1:]
     counts = torch.bincount(cells(train), minlength=VOCAB**order).double() + 1.0
     log_p = (counts / counts.view(-1, VOCAB).sum(-1).repeat_interleave(VOCAB)).log()
     return -log_p[cells(held_out)].mean().item()
@@ -158,15 +145,11 @@ def probe_positions(seq: int, config: NSAConfig) -> list[int]:
 def gate_statistics(model: NSALanguageModel, tokens: Tensor) -> dict[str, float]:
     """Return mean and spread of each layer's three gates over tokens and heads, by name."""
     seen: list[Tensor] = []
-    hooks = [
-        block.attention.gate.register_forward_hook(lambda _m, _i, out: seen.append(out))
-        for block in model.blocks
-    ]
-    try:
+    keep = lambda _module, _inputs, out: seen.append(out)
+    with contextlib.ExitStack() as hooks:
+        for block in model.blocks:
+            hooks.callback(block.attention.gate.register_forward_hook(keep).remove)
         model(tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
     found = {}
     for layer, gates in enumerate(seen):  # [B, S, HQ, 3]
         for branch, values in zip(("cmp", "sel", "win"), gates.float().unbind(-1), strict=True):
@@ -183,28 +166,20 @@ def check_results(
     values = [r["loss"] for r in run.rows] + run.grad_norms
     values += [r["val_loss"] for r in run.rows if r["val_loss"] is not None]
     finite = sum(math.isfinite(v) for v in values)
+    tolerance = f"tolerance {probe.tolerance:.3g}"
+    where = lambda of: f"positions {list(of.positions)}, {of.where}"
+    planted = f"planted leak moved a logit by {selftest.max_before:.3g}, an allowed edit by"
+    moved = f"later tokens moved an earlier logit by {probe.max_before:.3g}, {tolerance}"
+    share = f"{flow.max_before:.3g} of its largest"
     return [
         ("finite", finite == len(values), f"{finite} of {len(values)} losses and norms are finite"),
         ("loss_fell", last < first - MIN_FALL_NATS, f"{first:.3f} -> {last:.3f} nats per byte"),
-        (
-            "probe_finds_planted_leak",
-            selftest.leaks and not probe.blind,
-            f"planted leak moved a logit by {selftest.max_before:.3g}, an allowed edit by "
-            f"{probe.min_after:.3g}, tolerance {probe.tolerance:.3g}",
-        ),
-        (
-            "no_leak",
-            not probe.leaks,
-            f"later tokens moved an earlier logit by {probe.max_before:.3g}, "
-            f"tolerance {probe.tolerance:.3g}, positions {list(probe.positions)}, {probe.where}",
-        ),
-        (
-            "no_gradient_to_the_future",
-            not flow.leaks and not flow.blind,
-            f"an earlier logit's gradient to a later token is {flow.max_before:.3g} of its largest"
-            f", positions {list(flow.positions)}, {flow.where}",
-        ),
-    ]
+        ("probe_finds_planted_leak", selftest.leaks and not probe.blind,
+         f"{planted} {probe.min_after:.3g}, {tolerance}"),
+        ("no_leak", not probe.leaks, f"{moved}, {where(probe)}"),
+        ("no_gradient_to_the_future", not flow.leaks and not flow.blind,
+         f"an earlier logit's gradient to a later token is {share}, {where(flow)}"),
+    ]  # fmt: skip
 
 
 def probe_lengths(preset: Preset) -> list[int]:
@@ -219,9 +194,7 @@ def probe_model(
 ) -> tuple[Probe, Probe, Probe]:
     """Probe the trained model, its copy with a planted leak, and its gradients. Returns the worst
     probe of all lengths, in serving and training, of each."""
-    found: list[Probe] = []
-    selftests: list[Probe] = []
-    flows: list[Probe] = []
+    found, selftests, flows = [], [], []
     for training in (False, True):
 
         def logits_of(x: Tensor, training: bool = training) -> Tensor:
@@ -248,24 +221,19 @@ def probe_model(
     return worst(found), selftests[0], worst(flows)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = doc_parser(__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=positive, help="default: 200 on CPU, 300 on a GPU")
-    parser.add_argument("--seq", type=int, help="tokens per sequence (128 on CPU, 2048 on a GPU)")
-    parser.add_argument("--batch", type=positive, help="sequences per step (4 on CPU, 8 on a GPU)")
-    parser.add_argument("--lr", type=amount, help="peak learning rate")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("artifacts/showcase"), metavar="DIR")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="default: DIR/train.csv")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="save the trained model here")
-    parser.add_argument("--compile_only", action="store_true",
-                        help="one step and the probes: their kernels are cached then")  # fmt: skip
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
+    parser = doc_parser(__doc__)
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--steps", type=positive, help="default: 200 on CPU, 300 on a GPU")
+    add("--seq", type=int, help="tokens per sequence (128 on CPU, 2048 on a GPU)")
+    add("--batch", type=positive, help="sequences per step (4 on CPU, 8 on a GPU)")
+    add("--lr", type=amount, help="peak learning rate")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("artifacts/showcase"), metavar="DIR")
+    add("--csv", type=Path, metavar="FILE", help="default: DIR/train.csv")
+    add("--save", type=Path, metavar="FILE", help="save the trained model here")
+    add("--compile_only", action="store_true", help="one step and the probes, to cache kernels")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     if device.type not in PRESETS:
@@ -273,8 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         note("no CUDA device", "warn")
         return 3
-    names = ("steps", "seq", "batch", "lr")
-    given = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
+    given = {k: v for k in ("steps", "seq", "batch", "lr") if (v := getattr(args, k)) is not None}
     preset = replace(PRESETS[device.type], **given)
     train_text, val_text = load_corpus()
     shortest, longest = 2 * preset.config.l_sel, len(val_text) - 2
@@ -308,21 +275,19 @@ def tell_metrics(
     run: Run, probe: Probe, preset: Preset, texts: tuple[Tensor, Tensor], device: torch.device
 ) -> None:
     """Print and send the numbers of a run."""
+    first, last = run.rows[0], run.rows[-1]
     per_byte = {
-        "loss_first": run.rows[0]["loss"],
-        "loss_last": run.rows[-1]["loss"],
-        "val_loss": run.rows[-1]["val_loss"],
+        "loss_first": first["loss"], "loss_last": last["loss"], "val_loss": last["val_loss"],
         "unigram_cross_entropy": ngram_cross_entropy(*texts, 1),
         "bigram_cross_entropy": ngram_cross_entropy(*texts, 2),
-    }
-    metrics = [(name, value, "nats/byte") for name, value in per_byte.items()]
-    metrics += [
-        ("steps_per_s", run.steps_per_s, "1/s"),
-        ("tokens_per_s", run.tokens_per_s, "1/s"),
+    }  # fmt: skip
+    metrics = [
+        *((name, value, "nats/byte") for name, value in per_byte.items()),
+        ("steps_per_s", run.steps_per_s, "1/s"), ("tokens_per_s", run.tokens_per_s, "1/s"),
         ("first_step_s", run.first_step_s, "s"),
         ("parameters", sum(p.numel() for p in run.model.parameters()), "1"),
         ("leak_max_logit_change", probe.max_before, "logit"),
-    ]
+    ]  # fmt: skip
     if device.type == "cuda":
         metrics.append(("peak_vram_mib", torch.cuda.max_memory_allocated() / 2**20, "MiB"))
     with autocast(device):

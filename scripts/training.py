@@ -49,15 +49,11 @@ PRESETS = {
     # One CPU core, well under a minute; the blocks shrink with the sequence so that selection still
     # has more candidates than it may take.
     "cpu": Preset(
-        NSAConfig(dim=64, heads=4, groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=4,
-                  window=32),
-        layers=2, steps=200, seq=128, batch=4, lr=6e-3, val_windows=8,
-    ),
+        NSAConfig(64, heads=4, groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=4, window=32),
+        layers=2, steps=200, seq=128, batch=4, lr=6e-3, val_windows=8),
     # The paper's block sizes; 2048 tokens are 32 selection blocks for 16 choices.
-    "cuda": Preset(
-        NSAConfig(dim=512, heads=8, groups=2, d_k=64, d_v=64),
-        layers=4, steps=300, seq=2048, batch=8, lr=1e-3, val_windows=16,
-    ),
+    "cuda": Preset(NSAConfig(512, heads=8, groups=2, d_k=64, d_v=64), layers=4, steps=300,
+                   seq=2048, batch=8, lr=1e-3, val_windows=16),
 }  # fmt: skip
 
 
@@ -84,12 +80,6 @@ class Measured:
     timed_steps: int = 0
     timed_s: float = 0.0
     peak_vram_mib: float | None = None
-
-    def count(self, steps: int, seconds: float) -> float:
-        """Add steps after the first one. Returns how many there were in a second."""
-        self.timed_steps += steps
-        self.timed_s += seconds
-        return steps / seconds
 
 
 @dataclass
@@ -148,10 +138,8 @@ def held_out_loss(model: nn.Module, batches: list[Tensor], mesh: DeviceMesh | No
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
     decay = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
-    return torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
-        lr=lr, betas=(0.9, 0.95),
-    )  # fmt: skip
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
 def held_out_windows(text: Tensor, preset: Preset, rank: int, world: int) -> Tensor:
@@ -234,7 +222,9 @@ def train(
             if step == first:
                 measured.first_step_s = measured.first_step_s or elapsed
             else:
-                rate = measured.count(len(pending), elapsed) * preset.batch * preset.seq
+                measured.timed_steps += len(pending)
+                measured.timed_s += elapsed
+                rate = len(pending) / elapsed * preset.batch * preset.seq
             for (index, at, *_), (value, norm) in zip(pending, losses, strict=True):
                 rows.append(
                     {"step": index, "loss": value, "val_loss": None, "lr": at, "tokens_per_s": rate}
@@ -273,10 +263,8 @@ def training_flags(device: torch.device) -> Flags:
 
 def finite(row: dict) -> dict:
     """Return `row` with None for what is not finite."""
-    return {
-        k: v if isinstance(v, (int, str)) or (v is not None and math.isfinite(v)) else None
-        for k, v in row.items()
-    }
+    lost = lambda v: isinstance(v, float) and not math.isfinite(v)
+    return {k: None if lost(v) else v for k, v in row.items()}
 
 
 def write_curve(
@@ -284,11 +272,7 @@ def write_curve(
 ) -> tuple[Path, Path]:
     """Write the curve as CSV (an empty cell for what was not measured or not finite) and, with the
     gradient norms, as JSON lines."""
-    clean = [finite(row) for row in rows]
-    write_csv(str(csv_path), clean, CSV_FIELDS)
-    lines = [
-        json.dumps({**row, "grad_norm": norm if math.isfinite(norm) else None}, allow_nan=False)
-        for row, norm in zip(clean, grad_norms, strict=True)
-    ]
-    write_atomic(jsonl_path, "".join(line + "\n" for line in lines))
+    write_csv(str(csv_path), rows, CSV_FIELDS)
+    both = (finite({**row, "grad_norm": x}) for row, x in zip(rows, grad_norms, strict=True))
+    write_atomic(jsonl_path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in both))
     return csv_path, jsonl_path

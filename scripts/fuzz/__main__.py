@@ -9,8 +9,6 @@ and backward, and held against fp64 (judge.py). A fault is made smaller before i
 Exit code: 0 nothing was found, 1 something was, 2 usage, 3 hypothesis or the device is missing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math
@@ -21,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,7 +64,7 @@ class Space:
     sequences: int
 
     @classmethod
-    def of(cls, device: str, routes: list[str] | None, seed: int = 0) -> Space:
+    def of(cls, device: str, routes: list[str] | None, seed: int = 0) -> "Space":
         """Return the space of a device, or of some of its routes. Raises ValueError for others."""
         every = tuple((g, dtype) for g in (*SMALL, *FREE) for dtype in ("fp32", "bf16", "fp16"))
         if device == "cuda":
@@ -154,8 +152,7 @@ class Enough(BaseException):
     """Ends a round: a fault was made smaller for long enough, or broke the device."""
 
 
-@dataclasses.dataclass
-class Fault:
+class Fault(NamedTuple):
     """The smallest case that went wrong in a round, and how."""
 
     case: Case

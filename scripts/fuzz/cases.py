@@ -3,8 +3,6 @@
 A case is made of numbers and words, so that it prints as JSON and runs again from there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -87,7 +85,7 @@ class Case:
         return json.dumps(kept)
 
     @classmethod
-    def from_json(cls, text: str) -> Case:
+    def from_json(cls, text: str) -> "Case":
         given = json.loads(text)
         given["geometry"] = Geometry(**given["geometry"])
         for name in ("lengths", "steps", "odd"):
@@ -173,7 +171,7 @@ class Inputs:
         self.ranges = self._ranges(lead, rows["sel"]) if case.operation == "ranges" else None
 
     @classmethod
-    def of(cls, case: Case, x: dict[str, Tensor]) -> Inputs:
+    def of(cls, case: Case, x: dict[str, Tensor]) -> "Inputs":
         """Make inputs of given tensors instead of drawn ones."""
         self = cls.__new__(cls)
         self.case, self.x, self.clean = case, x, x

@@ -1,7 +1,5 @@
 """Runs a case of the fuzzer and holds all that comes of it against what is right."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,11 +44,9 @@ class Expected:
             self._sequence({**one, **rows}, own, right, sizes, at, least)
         self.theirs = {"out": theirs.detach()}
         if case.grad:
-            given = torch.autograd.grad(theirs, list(leaves.values()), do, allow_unused=True)
-            self.theirs |= {
-                n: torch.zeros_like(x) if d is None else d
-                for (n, x), d in zip(leaves.items(), given, strict=True)
-            }
+            how = dict(allow_unused=True, materialize_grads=True)
+            given = torch.autograd.grad(theirs, list(leaves.values()), do, **how)
+            self.theirs |= dict(zip(leaves, given, strict=True))
 
     def _sequence(
         self, one: dict, own: dict, right: dict, sizes: dict, odd: dict, least: float

@@ -5,8 +5,6 @@ PyTorch's backends may take a mask comes from it. A number may be off by twice a
 attention in the same dtype, and by the rounding that the sums it is made of come with.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -169,9 +167,7 @@ def judge(
     return share.max().item()
 
 
-def judge_choice(
-    case: Case, name: str, one: dict[str, Tensor], chosen: Tensor, free: Tensor
-) -> None:
+def judge_choice(case: Case, name: str, one: dict, chosen: Tensor, free: Tensor) -> None:
     """Raise Wrong unless the blocks [S, G, n] of a sequence's queries are the forced ones and the
     best by their scores in fp64, but for ties and rounding. free [S, G]: rows whose scores are not
     numbers."""
