@@ -27,8 +27,6 @@ TRITON = Flags(
     use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1, triton_sel_force=True
 )
 
-# ---- inputs --------------------------------------------------------------------------------------
-
 
 def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
     """A seeded generator; inputs are drawn on CPU, so every device sees the same numbers."""
@@ -237,9 +235,6 @@ def assert_raises(*cases: tuple[type[BaseException], str, Callable[[], object]])
             call()
 
 
-# ---- records -------------------------------------------------------------------------------------
-
-
 def sent(patch: pytest.MonkeyPatch, call: Callable[..., Any], *args: Any) -> tuple[Any, list[dict]]:
     """Call call(*args). Returns its result and the rows that it sends to a report."""
     read, write = os.pipe()
@@ -249,9 +244,6 @@ def sent(patch: pytest.MonkeyPatch, call: Callable[..., Any], *args: Any) -> tup
     os.close(write)
     with os.fdopen(read) as pipe:
         return result, [json.loads(line) for line in pipe]
-
-
-# ---- memory --------------------------------------------------------------------------------------
 
 
 def left_for_the_collector(call: Callable[[], object]) -> list[Tensor]:

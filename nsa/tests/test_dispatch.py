@@ -123,9 +123,6 @@ def test_named_route_waives_preferences_only():
     assert why_not(Route.SDPA, GPU, Flags(use_sel_pack=False), named=True) is None
 
 
-# ---- running and falling back --------------------------------------------------------------------
-
-
 def rungs(**results):
     """Rungs that give a result or raise it."""
     how = lambda x: "side_effect" if isinstance(x, BaseException) else "return_value"
@@ -358,9 +355,6 @@ def test_the_device_of_the_kernels_is_logged_once(monkeypatch, capsys):
         monkeypatch.setattr(dispatch, "guarded", lambda *_, d=decision: (q, d))
         nsa.sliding_attention(q, k, v, window=3)
     assert devices == ["cpu"]
-
-
-# ---- on this machine's CPU -----------------------------------------------------------------------
 
 
 def layer():

@@ -20,8 +20,6 @@ from nsa.module import NSAAttention
 from nsa.tests.helpers import assert_raises, randn
 from nsa.tests.test_kvcache import E4M3, NUMBERS, B, Caches, G, Tokens, close, descales, rounded
 
-# ---- what is stored ------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_each_number_becomes_the_nearest(dtype):
@@ -37,9 +35,6 @@ def test_each_number_becomes_the_nearest(dtype):
     assert torch.equal(off, (near[..., None] - NUMBERS).abs().amin(-1))
     back = fp8.dequantize(got, torch.full((1, 1), 0.25), dtype)
     torch.testing.assert_close(back, (got.double() / 4).to(dtype), rtol=0, atol=0, equal_nan=True)
-
-
-# ---- nsa_with_kvcache ----------------------------------------------------------------------------
 
 
 def test_a_nan_is_seen_by_those_that_see_its_token():
@@ -74,8 +69,6 @@ def test_bad_input_names_the_argument():
     )  # fmt: skip
     assert caches.all["k_sel_cache"].isnan().all(), "written to"
 
-
-# ---- NSACache ------------------------------------------------------------------------------------
 
 CONFIG = NSAConfig(
     dim=24, heads=4, groups=2, d_k=8, d_v=16, l=8, d=4, l_sel=16, n_sel=3, window=20, phi="mean"
@@ -151,9 +144,6 @@ def test_bad_caches_are_told():
         (ValueError, "caches must agree in kv_cache_dtype",
          lambda: NSACache.stack([make()(), make(**fp8)()])),
     )  # fmt: skip
-
-
-# ---- the error, as docs/library.md states it -----------------------------------------------------
 
 
 def test_the_error_against_a_cache_of_bf16():

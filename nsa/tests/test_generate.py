@@ -145,9 +145,6 @@ def test_foreign_file_is_refused_without_running_it(content, path, capsys):
     assert "code ran" not in capsys.readouterr().out
 
 
-# ---- needle --------------------------------------------------------------------------------------
-
-
 def failing(result) -> set[str]:
     return {name for name, passed, _ in result.checks() if not passed}
 

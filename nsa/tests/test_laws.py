@@ -68,9 +68,6 @@ def test_sizes_match_the_oracle(change, backend):
     same(run(x, backend, **change), run_oracle(x, **change))
 
 
-# ---- causality -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("S", [9, 24, 37, 53])
 def test_no_token_changes_an_earlier_output(S, backend):
     """Edit everything after t, for every t at and around block edges: outputs up to t stay put."""
@@ -87,9 +84,6 @@ def test_no_token_changes_an_earlier_output(S, backend):
             (z - y)[:, : t + 1].abs().max() < 1e-13  # other chunk sums, same numbers
         ), f"token after {t} moved {(z - y)[:, : t + 1].abs().amax((0, 2, 3)).nonzero().tolist()}"
         assert (z - y)[:, t + 1 :].abs().amax((0, 2, 3)).min() > 1e-9  # the probe can see
-
-
-# ---- equivalences --------------------------------------------------------------------------------
 
 
 def test_branches_that_cover_everything_equal_full_attention(backend):

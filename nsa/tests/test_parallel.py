@@ -287,9 +287,6 @@ def _run_bad(kind: str, rank: int, world: int) -> str:
     return "no error"
 
 
-# ---- decode: a cache over ranks ------------------------------------------------------------------
-
-
 def _append(cache: NSACache, x: dict[str, torch.Tensor], first: int, last: int) -> Any:
     """Append tokens first to last; the window's keys where they are more than a step."""
     c = cache.config
@@ -509,9 +506,6 @@ def _run_bad_step(kind: str, rank: int, world: int) -> str:
     return "no error"
 
 
-# ---- worlds --------------------------------------------------------------------------------------
-
-
 def _dies(rank: int, world: int) -> list[str]:
     """The last rank is gone; what the others' call and step end with."""
     cache, tokens = ParallelNSACache(CONFIG, 1, 30, check=False), _tokens(1, 30, F32)
@@ -687,8 +681,6 @@ def test_kernels_on_chunks(kernel_device, world, tmp_path):
     results(found, "triton-steps")
 
 
-# ---- the kernels of steps ------------------------------------------------------------------------
-
 # world, batch, tokens, longest sequence, sizes: heads and groups, blocks, window, head sizes
 KERNEL_CASES = {
     "one-rank": (1, 1, 1, 40, {}),
@@ -737,9 +729,6 @@ def test_kernels_do_what_pytorch_does(kernel_device, name, monkeypatch):
     args = (parts, win, gates)
     got, want = kernels.merge(*args), merge(*args)
     torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
-
-
-# ---- without other ranks -------------------------------------------------------------------------
 
 
 def test_half_precision_gradients_are_added_in_fp32(monkeypatch):

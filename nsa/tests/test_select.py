@@ -85,9 +85,6 @@ def test_half_precision_is_chosen_in_fp32(dtype):
     assert torch.equal(got, nsa.select_blocks(q.float(), k.float(), **sizes))
 
 
-# ---- ranges --------------------------------------------------------------------------------------
-
-
 def tokens(ranges):
     return [set().union(*(range(s, e) for s, e in row.tolist())) for row in ranges.flatten(0, -3)]
 

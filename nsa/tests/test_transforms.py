@@ -158,9 +158,6 @@ def test_kernels_under_transforms(kernel_device):
             torch.testing.assert_close(a[i], b, atol=2e-3, rtol=2e-3)
 
 
-# ---- nested tensors ------------------------------------------------------------------------------
-
-
 def jagged(*lengths: int) -> Tensor:
     parts = [randn(n, 32, seed=n) for n in lengths]
     return torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)

@@ -22,19 +22,16 @@ BAD = NAN, INF, LARGE = [math.nan, math.inf, 60000.0]
 ROUTES = ["reference", "sdpa"]
 
 
-def routes(names: str, pytorchs: list, tritons: list):
+def routes(names, pytorchs, tritons):
     """Parametrise `backend` and `names`: each of PyTorch's routes, and Triton's kernels."""
-    listed = lambda case: case if isinstance(case, tuple) else (case,)
-    on = lambda backend, cases, marks=(): [
+    triton = [
         pytest.param(
-            backend, *getattr(c, "values", listed(c)), marks=[*marks, *getattr(c, "marks", ())]
+            "triton", *getattr(x, "values", x), marks=[pytest.mark.kernel, *getattr(x, "marks", ())]
         )
-        for c in cases
+        for x in tritons
     ]
-    triton = on("triton", tritons, [pytest.mark.kernel])
-    return pytest.mark.parametrize(
-        f"backend, {names}", [*on("reference", pytorchs), *on("sdpa", pytorchs), *triton]
-    )
+    plain = [(backend, *x) for backend in ROUTES for x in pytorchs]
+    return pytest.mark.parametrize(f"backend, {names}", plain + triton)
 
 
 @pytest.fixture
@@ -43,9 +40,6 @@ def where(backend: str, request: pytest.FixtureRequest) -> dict:
     if backend != "triton":
         return dict(dtype=F32, device="cpu")
     return dict(dtype=F16, device=request.getfixturevalue("kernel_device"))
-
-
-# ---- which keys a query sees, by the definitions -------------------------------------------------
 
 
 def sees_window(S, N, start=0):
@@ -68,9 +62,6 @@ def sees_blocks(blocks, N, start=0):
     return sees_ranges(oracle.blocks_to_ranges(blocks, L_SEL, start), N)
 
 
-# ---- the check -----------------------------------------------------------------------------------
-
-
 def outcome(run, *tensors):
     """Output, and gradients of all tensors."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
@@ -90,17 +81,15 @@ def check(run, tensors, sees, places, bad):
     sees [(B,) S, (G,) N] of keys. Who sees none of the rows is what it was; if nobody does, the
     gradients of k and v are as well. Who sees one is not finite.
     """
-    was, (q, k, _) = outcome(run, *tensors), tensors
-    seeing = [who_sees(at, q, k, sees) for at in places]
+    was, (q, k, v) = outcome(run, *tensors), tensors
+    seeing = [(at, who_sees(at, q, k, sees)) for at in places]
     for seen in (False, True):
-        together = [i for i, x in enumerate(seeing) if x.any() == seen]
+        together = [(at, rows) for at, rows in seeing if rows.any() == seen]
         for names in (("k", "v") if seen else ("kv",)) if together else ():
-            x = dict(zip("qkv", tensors, strict=True))
-            for name in names:
-                x[name] = x[name].clone()
-                for i in together:
-                    x[name][places[i]] = bad
-            anywhere = torch.stack([seeing[i] for i in together]).any(0)
+            x = {name: t.clone() for name, t in zip("qkv", (q, k, v), strict=True)}
+            for name, (at, _) in itertools.product(names, together):
+                x[name][at] = bad
+            anywhere = torch.stack([rows for _, rows in together]).any(0)
             compare(outcome(run, *x.values()), was, anywhere, k.shape[-2], names, bad)
 
 
@@ -134,9 +123,6 @@ def compare(now, was, seeing, groups, name, bad):
             assert rows(now[1], seeing).isnan().any(-1).all()
 
 
-# ---- branches ------------------------------------------------------------------------------------
-
-
 def inputs(N, *, B=1, dtype=F32, device="cpu", packed=False, h=2, S=S):
     q, k, v = make_qkv(B, S, 2 * h, 2, 16, Skv=N, dtype=dtype, device=device, seed=N)
     return (q[0], k[0], v[0]) if packed else (q, k, v)
@@ -144,18 +130,18 @@ def inputs(N, *, B=1, dtype=F32, device="cpu", packed=False, h=2, S=S):
 
 def branch(name, backend, **how):
     """Of q, k and v; in fp32 the routes do not take the kernels of spans, which serve it."""
+    cmp, win = nsa.compressed_attention, nsa.sliding_attention
     if backend == "kernels":
         from nsa.kernels.prefill import compressed_attention_triton as cmp
         from nsa.kernels.prefill import sliding_attention_triton as win
     else:
-        cmp, win, how = nsa.compressed_attention, None, dict(how, backend=backend, flags=TRITON)
+        how = dict(how, backend=backend, flags=TRITON)
     if name == "compressed":
-        return lambda q, k, v: cmp(q, k, v, l=L, d=D, **how)[0]
+        return lambda *x: cmp(*x, l=L, d=D, **how)[0]
     if name == "sliding":
-        if win is None:
-            return lambda q, k, v: nsa.sliding_attention(q, k, v, window=W, **how)
-        return lambda q, k, v: win(q, k, v, window=W, **how)[0]
-    return lambda q, k, v: nsa.selection_attention(q, k, v, **how)
+        first = lambda out: out[0] if isinstance(out, tuple) else out
+        return lambda *x: first(win(*x, window=W, **how))
+    return lambda *x: nsa.selection_attention(*x, **how)
 
 
 def causal_ranges(S, N, seed=0):
@@ -172,28 +158,27 @@ def branch_case(backend, name, dtype=F32, device="cpu", h=2):
     behind the end, and another sequence of the batch."""
     how, every = dict(dtype=dtype, device=device, h=h), slice(None)
     later, middle = (every, slice(-1, None)), (every, slice(20, 21))
+    last = (every, slice(S - 1, S))
     if name == "sliding":
-        run = branch("sliding", backend)
-        return run, inputs(S, B=2, **how), sees_window(S, S), [later, middle, (1,)]
-    if name == "sliding chunk":  # of a longer sequence
-        run = branch("sliding", backend, q_start=S - 6)
-        x, sees = inputs(S, B=1, S=6, **how), sees_window(6, S, S - 6)
-        return run, x, sees, [later, (every, slice(30, 31))]
-    if name == "compressed":
+        case = {}, inputs(S, B=2, **how), sees_window(S, S), [later, middle, (1,)]
+    elif name == "sliding chunk":  # of a longer sequence
+        name, places = "sliding", [later, (every, slice(30, 31))]
+        case = dict(q_start=S - 6), inputs(S, B=1, S=6, **how), sees_window(6, S, S - 6), places
+    elif name == "compressed":
         n = num_compressed(S, L, D)
         places = [(every, slice(n, None)), (every, slice(n - 1, n)), (1,)]
-        x = inputs(n + 2, B=2, **how)
-        return branch("compressed", backend), x, sees_compressed(S, n + 2), places
-    stale = (every, slice(S, None))
-    if name == "blocks":
+        case = {}, inputs(n + 2, B=2, **how), sees_compressed(S, n + 2), places
+    elif name == "blocks":
         blocks = make_block_indices("random", 2, S, 2, 2, L_SEL, seed=1)
-        run = branch(name, backend, block_indices=blocks.to(device), block_size=L_SEL)
-        places = [stale, (every, slice(S - 1, S)), middle, (1,)]
-        return run, inputs(S + 5, B=2, **how), sees_blocks(blocks, S + 5), places
-    n = 12  # the last queries of so many keys
-    ranges = causal_ranges(n, S)
-    run = branch(name, backend, ranges=ranges.to(device))
-    return run, inputs(S + 5, B=1, S=n, **how), sees_ranges(ranges, S + 5), [stale, middle, later]
+        more = dict(block_indices=blocks.to(device), block_size=L_SEL)
+        places = [(every, slice(S, None)), last, middle, (1,)]
+        case = more, inputs(S + 5, B=2, **how), sees_blocks(blocks, S + 5), places
+    else:
+        ranges = causal_ranges(12, S)  # of the last queries of so many keys
+        more, x = dict(ranges=ranges.to(device)), inputs(S + 5, B=1, S=12, **how)
+        case = more, x, sees_ranges(ranges, S + 5), [(every, slice(S, None)), middle, later]
+    more, *rest = case
+    return branch(name, backend, **more), *rest
 
 
 CU = [0, 17, 17, 33]  # and rows of no sequence behind
@@ -356,9 +341,6 @@ def test_choice_of_blocks(backend, bad, where):
         assert torch.equal(nsa.select_blocks(q, bad_k, **how)[:, blind], was[:, blind]), row
 
 
-# ---- the whole -----------------------------------------------------------------------------------
-
-
 def layer(dtype=F32, device="cpu", B=2, h=2):
     """What nsa_attention takes, buffers of compressed and selected keys longer than seen."""
     n = num_compressed(S, L, D)
@@ -372,7 +354,7 @@ def whole(tensors, backend):
     return outcome(lambda *x: nsa.nsa_attention(*x, **how), *tensors)
 
 
-@routes("bad", BAD, [NAN])
+@routes("bad", [(bad,) for bad in BAD], [(NAN,)])
 def test_attention(backend, bad, where):
     tensors, tol = layer(**where), 4e-3 if backend == "triton" else 1e-5
     n, was = num_compressed(S, L, D), whole(tensors, backend)
@@ -404,8 +386,7 @@ def test_a_query_of_nan_that_sees_nothing():
     assert not out.any() and lse.isneginf().all()
 
 
-# Kernels ask whether any gate is negative.
-GATES = [((INF, NAN),), ((-INF,),)]
+GATES = [((INF, NAN),), ((-INF,),)]  # kernels ask whether any gate is negative
 
 
 @routes("odd", GATES, GATES)
@@ -487,34 +468,3 @@ def test_decode_of_several_tokens(team, kernel_device, monkeypatch):
         assert torch.equal(now[1], was[1]), i
         assert torch.equal(now[0, :seen_from], was[0, :seen_from]), i
         assert now[0, seen_from:].isnan().all(), i
-
-
-# ---- what kernels are given instead of such values -----------------------------------------------
-
-
-@pytest.mark.parametrize("bad", BAD[:2])
-@pytest.mark.parametrize("shape, dv", [((1, 70, 2, 24), 24), ((50, 1, 16), 48)], ids=str)
-def test_keys_tell_of_their_values(shape, dv, bad, kernel_device):
-    from nsa.kernels.prefill.marked_keys import marked
-
-    make = lambda d: randn(*shape[:-1], d, seed=d, dtype=F16, device=kernel_device)
-    k, v = make(shape[-1]), make(dv)
-    odd = torch.zeros(shape[:-1], dtype=torch.bool, device=kernel_device)
-    odd.view(-1)[[0, 17, -1]] = True
-    v[..., 5] = v[..., 5].masked_fill(odd, bad)
-    new_k, new_v = marked(k, v)
-    assert torch.equal(new_k[~odd], k[~odd]) and torch.equal(new_v[~odd], v[~odd])
-    assert new_k[odd].isnan().all() and (new_v[odd] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", [F16, F32])
-def test_a_backward_takes_finite_keys_and_values(dtype, kernel_device):
-    from nsa.kernels.prefill.marked_keys import keys_for_backward, values_for_backward
-
-    x = randn(3, 70, 2, 24, seed=1, dtype=dtype, device=kernel_device)
-    x[0, 3, 1, :3] = torch.tensor([NAN, INF, -INF])
-    most = torch.finfo(dtype).max
-    for given in (x, x.transpose(1, 2)):
-        finite = lambda most, given=given: torch.nan_to_num(given, 0.0, most, -most)
-        assert torch.equal(keys_for_backward(given), finite(most))
-        assert torch.equal(values_for_backward(given), finite(0.0))

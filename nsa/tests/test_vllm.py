@@ -83,9 +83,6 @@ def engine_config(folder, **settings):
     ).create_engine_config()
 
 
-# ---- interfaces ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ours, base", [
     (integration.NSABackend, interface.AttentionBackend),
     (integration.NSAMetadataBuilder, interface.AttentionMetadataBuilder),
@@ -127,9 +124,6 @@ def test_graphs_are_of_steps_that_the_fused_one_serves(folder):
     )
     assert ask("bfloat16") == interface.AttentionCGSupport.UNIFORM_BATCH
     assert ask("float32") == interface.AttentionCGSupport.NEVER
-
-
-# ---- batches as a runner makes them --------------------------------------------------------------
 
 
 class Runner:
@@ -294,9 +288,6 @@ def test_without_metadata_nothing_is_attended(config):
     assert not runner.layer.impl.forward(None, attn_metadata=None, output=out, **none).any()
 
 
-# ---- what is not served --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name, value", [
     ("alibi_slopes", [1.0]), ("sliding_window", 64), ("logits_soft_cap", 30.0),
     ("attn_type", interface.AttentionType.ENCODER_ONLY),
@@ -354,9 +345,6 @@ def test_what_is_no_such_model_is_not_saved(tmp_path):
         (TypeError, "NSALanguageModel, got Linear", save(torch.nn.Linear(2, 2), 9)),
         (ValueError, "max_len must be at least 1, got 0", save(make_model(), 0)),
     )
-
-
-# ---- the engine ----------------------------------------------------------------------------------
 
 
 def prompts() -> list[list[int]]:
