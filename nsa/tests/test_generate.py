@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch
 from nsa import generate as gen
 from nsa.config import NSAConfig
 from nsa.model import NSALanguageModel
+from nsa.tests.helpers import assert_raises
 from scripts import needle
 
 # Blocks small enough that 40 tokens cross every edge: compression, selection and the window.
@@ -46,9 +48,8 @@ def test_greedy_generation_equals_full_forward(model, prompt_len):
     layer = model.blocks[0].attention
     with mock.patch.object(layer, "make_cache", side_effect=layer.make_cache) as made:
         out = gen.generate(model, prompt, 27)
-    assert (
-        torch.equal(out.tokens[:, :prompt_len], prompt) and out.tokens.shape[1] == prompt_len + 27
-    )
+    assert torch.equal(out.tokens[:, :prompt_len], prompt)
+    assert out.tokens.shape[1] == prompt_len + 27
     assert_greedy(model, out.tokens, 27)
     (call,) = made.call_args_list
     cache = layer.make_cache(*call.args, **call.kwargs)
@@ -87,14 +88,17 @@ def test_top_1_is_greedy_and_top_k_stays_among_the_best():
         torch.testing.assert_close(share, want, atol=0.03, rtol=0)
 
 
-@pytest.mark.parametrize("how, name", [
-    ({"max_new_tokens": 0}, "max_new_tokens"), ({"temperature": -1.0}, "temperature"),
-    ({"temperature": float("nan")}, "temperature"), ({"top_k": 0}, "top_k"), ({}, "prompt"),
-])  # fmt: skip
-def test_bad_settings_are_named(model, how, name):
-    prompt = torch.zeros(1, 4 if how else 0, dtype=torch.long)
-    with pytest.raises(ValueError, match=name):
-        gen.generate(model, prompt, **{"max_new_tokens": 1, **how})
+def test_bad_settings_are_named(model):
+    call = lambda n=4, **how: (
+        lambda: gen.generate(
+            model, torch.zeros(1, n, dtype=torch.long), **{"max_new_tokens": 1, **how}
+        )
+    )
+    bad = [("max_new_tokens", 0), ("temperature", -1.0), ("temperature", math.nan), ("top_k", 0)]
+    assert_raises(
+        *((ValueError, name, call(**{name: value})) for name, value in bad),
+        (ValueError, "prompt", call(0)),
+    )
 
 
 def test_command_line_generates_from_a_saved_model(model, path, capsys):

@@ -206,13 +206,6 @@ def test_chunks_and_steps_are_the_whole(route, kind, stored):
     follow(caches, other, lens, steps, tolerance, route=backend)
 
 
-def test_every_split_of_a_prompt():
-    """Compressed tokens are due at each place of a chunk, also several and none."""
-    for T, kind in itertools.product((1, 3, 7, 8, 32), ("static", "pages")):
-        steps = [T] * (S // T) + [S % T] * bool(S % T)
-        assert follow(Caches(kind), Tokens(), [0, 0], steps) == [S, S]
-
-
 def test_rings_are_overwritten_in_turn():
     """The smallest rings that T new tokens may have hold all that these read, far around."""
     tokens, T = Tokens(), 3

@@ -73,27 +73,19 @@ def test_selection(kind, chunks):
     matches(*map(of, libs("selection")), inputs)
 
 
-def test_selection_rows_of_all_lengths_share_calls():
-    """Rows of 1 .. 17 keys: one call per power of two, empty rows in none."""
-    q, k, v = make_qkv(1, 18, 2, 1, 8, Skv=18, dtype=F64)
-    ends = torch.arange(18, dtype=torch.int32)
-    ranges = torch.stack([ends * 0, ends], -1)[None, :, None, None]
-    with launches.recording() as launched:
-        out = sdpa.selection_sdpa(q, k, v, ranges)
-    assert launched == {"sdpa_selection": 6}  # 1, 2, 3-4, 5-8, 9-16, 17
-    assert not out[:, 0].any()
-    torch.testing.assert_close(out, oracle.selection_attention(q, k, v, ranges))
-
-
 def test_calls_are_counted_by_branch_and_have_no_more_rows_than_a_grid_takes(monkeypatch):
-    monkeypatch.setattr(sdpa, "_CHUNK_ROWS", 5)
-    q, k, v = make_qkv(1, 12, 4, 2, 8)
-    ranges = torch.tensor([3, 9], dtype=torch.int32).expand(1, 12, 2, 1, 2)
-    for run, name, times in (
-        (lambda: sdpa.sliding_sdpa(q, k, v, window=4), "sdpa_sliding", 1),
-        (lambda: sdpa.compressed_sdpa(q, k[:, :5], v[:, :5], l=4, d=2), "sdpa_compressed", 1),
-        (lambda: sdpa.selection_sdpa(q, k, v, ranges), "sdpa_selection", 5),  # 24 rows
+    q, k, v = make_qkv(1, 18, 4, 2, 8)
+    ends = torch.arange(18, dtype=torch.int32)[None, :, None, None].expand(1, 18, 2, 1)
+    ranges = torch.stack([ends * 0, ends], -1)
+    select = lambda ranges: sdpa.selection_sdpa(q, k, v, ranges)
+    for run, name, times, rows in (
+        (lambda: sdpa.sliding_sdpa(q, k, v, window=4), "sdpa_sliding", 1, 5),
+        (lambda: sdpa.compressed_sdpa(q, k[:, :8], v[:, :8], l=4, d=2), "sdpa_compressed", 1, 5),
+        (lambda: select(ranges[:, 9:10].expand(-1, 12, -1, -1, -1)), "sdpa_selection", 5, 5),
+        # Rows of 1 .. 17 keys: one call for each of 1, 2, 3-4, 5-8, 9-16, 17; empty ones in none.
+        (lambda: select(ranges), "sdpa_selection", 6, 1000),
     ):
+        monkeypatch.setattr(sdpa, "_CHUNK_ROWS", rows)
         with launches.recording() as launched:
             run()
         assert launched == {name: times}

@@ -17,8 +17,9 @@ from nsa.tests.test_transformers import CACHE, learnt, make, tokens  # noqa: E40
 NEW = 13
 
 
-def padded(prompt: int = 21, pad: int = 9) -> dict[str, torch.Tensor]:
-    ids = tokens(2, prompt)
+def padded(pad: int = 9) -> dict[str, torch.Tensor]:
+    """Two prompts of 21 tokens, of which the second's first ones are padding."""
+    ids = tokens(2, 21)
     mask = torch.ones_like(ids)
     ids[1, :pad], mask[1, :pad] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
@@ -128,6 +129,9 @@ def test_a_changed_cache_is_as_one_made_anew(pad, change, new):
     assert all(layer.nsa is not None for layer in cache.layers)  # at once, or filled anew
 
 
+pairs = lambda a, b: ((a.keys, b.keys), (a.values, b.values))
+
+
 def test_others_see_keys_and_values():
     """As a dynamic cache has them: [B, G, N, D], and by itself again where gradients are taken or
     another implementation attends."""
@@ -138,7 +142,7 @@ def test_others_see_keys_and_values():
         model(ids, attention_mask=mask, **{CACHE: plain})
     assert type(plain.layers[0]).__name__ == "DynamicLayer"
     for ours, theirs in zip(cache.layers, plain.layers, strict=True):
-        for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        for a, b in pairs(ours, theirs):
             assert a.shape == b.shape
             torch.testing.assert_close(a[0], b[0])
             torch.testing.assert_close(a[1, :, 9:], b[1, :, 9:])
@@ -180,7 +184,7 @@ def test_fp8_keys_stand_for_those_of_a_plain_cache():
     assert ours.nsa.k_cmp.dtype == ours.nsa.v_win.dtype == fp8.E4M3
     ours.leave()
     one = torch.ones(2, theirs.keys.shape[2])
-    for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+    for a, b in pairs(ours, theirs):
         want = fp8.dequantize(fp8.quantize(b, one), one, b.dtype)
         assert torch.equal(a[0, :, :21], want[0, :, :21])
         assert torch.equal(a[1, :, 9:21], want[1, :, 9:21])
@@ -217,7 +221,5 @@ def test_a_step_on_a_gpu_appends_in_one_launch(plain, stored, kernel_device):
             assert counts.get("_decode_append_kernel", 0) == (2 if at else 0)  # one a layer
             torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
     for name in ("k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw", "lens"):
-        of_triton, of_pytorch = (
-            fp8.as_bytes(getattr(cache.layers[0].nsa, name)) for cache in caches
-        )
-        assert torch.equal(of_triton, of_pytorch), name
+        made = (fp8.as_bytes(getattr(cache.layers[0].nsa, name)) for cache in caches)
+        assert torch.equal(*made), name
