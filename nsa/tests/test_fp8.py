@@ -106,11 +106,10 @@ def test_every_split_of_a_layers_sequence(parts):
 
 
 def test_stacked_selected_and_rewound_caches_keep_what_they_stand_for():
-    (layer, x), caches, k = layer_and_x(), [], BY["k_descale"]
+    (layer, x), k = layer_and_x(), BY["k_descale"]
+    caches = [layer.make_cache(1, 44, **{**STORED, "k_descale": k * (2 - b)}) for b in (0, 1)]
     for b, n in enumerate((30, 41)):
-        cache = layer.make_cache(1, 44, **{**STORED, "k_descale": k if b else k * 2})
-        layer.step(x[b : b + 1, :n], cache)
-        caches.append(cache)
+        layer.step(x[b : b + 1, :n], caches[b])
     both = NSACache.stack(caches, max_len=60)
     assert torch.equal(both.k_descale, torch.stack([k * 2, k]))
     turned = both.select(torch.tensor([1, 0]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import os
 import pickle
 import subprocess
@@ -218,11 +219,8 @@ def _bad(**change: Any) -> Callable[[dict, dict], None]:
     """Give other tensors, by a function of the old one, and other arguments."""
 
     def apply(x: dict[str, torch.Tensor], how: dict[str, Any]) -> None:
-        for name, value in change.items():
-            if name in x:
-                x[name] = value(x[name])
-            else:
-                how[name] = value
+        how |= {name: value for name, value in change.items() if name not in x}
+        x |= {name: change[name](t) for name, t in x.items() if name in change}
 
     return apply
 
@@ -270,17 +268,16 @@ BAD: dict[str, tuple[Any, str, str]] = {
 
 def _run_bad(kind: str, rank: int, world: int) -> str:
     """One rank, or all, pass something wrong. The text of this rank's error."""
-    change = BAD[kind][0] if rank == world - 1 or kind in _EVERYWHERE else None
-    x, how = _shards(world), {}
+    change = BAD[kind][0] if rank == world - 1 or kind in _EVERYWHERE else lambda _, same: same
+    x, how, wrong = _shards(world), {}, rank == world - 1
     try:
         if kind.startswith("layer"):
             layer, tokens = NSAAttention(NSAConfig(d_v=8, **LAYER)), torch.zeros(1, 16, 16)
-            parallel.nsa_layer_parallel(layer, change(layer, tokens) if change else tokens)
-        if change:
-            change(x, how)
+            parallel.nsa_layer_parallel(layer, change(layer, tokens))
+        change(x, how)
         if kind.startswith("unshard"):
             parallel.unshard(x["q"])
-        with torch.set_grad_enabled(kind != "grad-mode" or not change):
+        with torch.set_grad_enabled(kind != "grad-mode" or not wrong):
             _over_ranks(x, **how)
     except (ValueError, TypeError, LookupError) as error:
         return str(error)
@@ -289,20 +286,18 @@ def _run_bad(kind: str, rank: int, world: int) -> str:
 
 def _append(cache: NSACache, x: dict[str, torch.Tensor], first: int, last: int) -> Any:
     """Append tokens first to last; the window's keys where they are more than a step."""
-    c = cache.config
-    phi = lambda t: mean_pool(t, c.l, c.d)
+    phi = lambda t: mean_pool(t, cache.config.l, cache.config.d)
     new = BranchKV(**{n: x[n][:, first:last] for n in NAMES[1:-1]})
-    near = None
-    if last - first > cache.max_step:
-        near = cache.window_with(new.k_win, new.v_win)
+    many = last - first > cache.max_step
+    near = cache.window_with(new.k_win, new.v_win) if many else None
     cache.append(new, phi, phi)
     return near
 
 
 def _step(cache: NSACache, x: dict[str, torch.Tensor], first: int, last: int, **how: Any) -> Any:
     near = _append(cache, x, first, last)
-    rows = slice(first, last)
-    return nsa_decode(x["q"][:, rows], cache, near, x["gates"][:, rows], **how)
+    q, gates = (x[n][:, first:last] for n in ("q", "gates"))
+    return nsa_decode(q, cache, near, gates, **how)
 
 
 def _same_everywhere(x: torch.Tensor) -> None:
@@ -334,15 +329,12 @@ def _run_steps(name: str) -> None:
     x, scale = _tokens(B, S, dtype, config), 0.7 if name == "after-a-prompt" else None
     how = dict(backend="reference", softmax_scale=scale)
     ours, alone = (kind(config, B, S, dtype=dtype) for kind in (ParallelNSACache, NSACache))
-    if prompt:
-        for cache in (ours, alone):
-            _append(cache, x, 0, prompt)
-    at = prompt
-    for T in steps:
-        got, chosen = _step(ours, x, at, at + T, **how)
-        want, wanted = _step(alone, x, at, at + T, **how)
-        at += T
-        assert torch.equal(chosen, wanted), f"blocks of {at - T} to {at}"
+    for cache in (ours, alone) if prompt else ():
+        _append(cache, x, 0, prompt)
+    ends = [*itertools.accumulate(steps, initial=prompt)]
+    for at, end in itertools.pairwise(ends):
+        (got, chosen), (want, wanted) = (_step(cache, x, at, end, **how) for cache in (ours, alone))
+        assert torch.equal(chosen, wanted), f"blocks of {at} to {end}"
         _close(got, want, dtype)
         _same_everywhere(got)
     if dtype == F64:
@@ -399,14 +391,11 @@ def _mixed(rank: int, world: int) -> None:
         _append(cache, one, 0, n)
     both = NSACache.stack(caches, max_len=120).select(torch.tensor(order))
     for i in range(8):
-        at = [lengths[b] + i for b in order]
-        cut = lambda n, at=at: torch.cat(
-            [x[b][n][:, m : m + 1] for b, m in zip(order, at, strict=True)]
-        )
-        now = {n: cut(n) for n in x[0]}
+        one = lambda n, i=i: torch.cat([x[b][n][:, lengths[b] + i :][:, :1] for b in order])
+        now = {n: one(n) for n in x[0]}
         got, _ = _step(both, now, 0, 1)
-        for row, (b, n) in enumerate(zip(order, at, strict=True)):
-            want, _ = _step(caches[b], x[b], n, n + 1)
+        for row, b in enumerate(order):
+            want, _ = _step(caches[b], x[b], lengths[b] + i, lengths[b] + i + 1)
             _close(got[row : row + 1], want)
         if i == 5:  # a token that is refused
             both.rewind(1)
@@ -490,17 +479,16 @@ BAD_STEPS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def _run_bad_step(kind: str, rank: int, world: int) -> str:
     """One rank, or all, pass something wrong. The text of this rank's error."""
     wrong = rank == world - 1 or kind in _STEPS_EVERYWHERE
-    make = dict(config=CONFIG, batch=1, max_len=64) | (BAD_STEPS[kind][2] if wrong else {})
-    T, prompt, dim = (make.pop(n, good) for n, good in (("T", 1), ("prompt", 3), ("dim", 16)))
-    of_q, scale = make.pop("q", lambda q: q), make.pop("scale", None)
+    how = dict(config=CONFIG, batch=1, max_len=64, T=1, prompt=3, dim=16, q=lambda q: q, scale=None)
+    how |= BAD_STEPS[kind][2] if wrong else {}
+    T, prompt, dim, of_q, scale = (how.pop(n) for n in ("T", "prompt", "dim", "q", "scale"))
     x = _tokens(1, 30, F32)
     try:
-        cache = ParallelNSACache(**make)
+        cache = ParallelNSACache(**how)
         if kind == "layer":
             NSAAttention(CONFIG).step(torch.zeros(1, 1, dim), cache)
         _append(cache, x, 0, prompt)
-        q, gates = of_q(x["q"][:, :T]), x["gates"][:, :T]
-        nsa_decode(q, cache, None, gates, softmax_scale=scale)
+        nsa_decode(of_q(x["q"][:, :T]), cache, None, x["gates"][:, :T], softmax_scale=scale)
     except (ValueError, TypeError) as error:
         return str(error)
     return "no error"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -87,19 +89,15 @@ def test_half_precision_is_chosen_in_fp32(dtype):
     assert torch.equal(got, nsa.select_blocks(q.float(), k.float(), **sizes))
 
 
-def tokens(ranges):
-    return [set().union(*(range(s, e) for s, e in row.tolist())) for row in ranges.flatten(0, -3)]
-
-
-def check_clean(clean, want_tokens):
+def check_clean(clean, want):
+    """Ranges are of the tokens that are wanted: ascending, apart, empty ones last."""
     assert clean.dtype == torch.int32
-    assert tokens(clean) == want_tokens
-    for row in clean.flatten(0, -3).tolist():
+    for row, tokens in zip(clean.flatten(0, -3).tolist(), want, strict=True):
         spans = [s for s in row if s != [0, 0]]
         assert row == spans + [[0, 0]] * (len(row) - len(spans))
-        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
-            assert end < start  # ascending, disjoint, not even touching
+        assert set().union(*(range(*s) for s in spans)) == tokens
         assert all(s < e for s, e in spans)
+        assert all(end < start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("kind", RANGE_KINDS + HOSTILE_RANGE_KINDS)
