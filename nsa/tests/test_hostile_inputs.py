@@ -21,6 +21,7 @@ from nsa.tests.helpers import (
     make_ranges,
     randn,
 )
+from nsa.tests.oracle_numbers import NAMES
 
 q, k, v = make_qkv(2, 16, 4, 2, 8, 6)
 BLOCKS = make_block_indices("random", 2, 16, 2, 2, 4)
@@ -48,8 +49,7 @@ def packed(cu=CU, fn=slide, k=k[0], v=v[0], **kw):
 
 
 GATES = randn(2, 16, 4, 3, seed=1).sigmoid()
-CMP = dict(k_cmp=k[:, :3], v_cmp=v[:, :3])
-LAYER = dict(q=q, **CMP, k_sel=k, v_sel=v, k_win=k, v_win=v, gates=GATES)
+LAYER = dict(zip(NAMES, (q, k[:, :3], v[:, :3], k, v, k, v, GATES), strict=True))
 
 
 def window(k, v):
@@ -98,16 +98,15 @@ def first(Q, K, indices, fn=nsa.selection_attention, **how):
     return lambda: fn(torch.zeros(*Q), x, x, **how)
 
 
+Q4, K2 = (2, 4, 64, 16), (2, 2, 64, 16)
 HEADS_FIRST = r"look like \[B, H, S, D\]"
 BAD = {
     ValueError: [
-        (first((2, 4, 64, 16), (2, 2, 64, 16), (2, 64, 2)), rf"{HEADS_FIRST}; give x.transpose"),
-        (first((2, 4, 64, 16), (2, 2, 64, 16), (2, 2, 64)), HEADS_FIRST),
-        (first((2, 4, 64, 16), (2, 2, 64, 16), (), nsa.sliding_attention, window=8),
-         r"keys up to the last query at 3, got 2 keys: these look"),
+        (first(Q4, K2, (2, 64, 2)), rf"{HEADS_FIRST}; give x.transpose\(1, 2\)"),
+        (first(Q4, K2, (2, 2, 64)), HEADS_FIRST),
+        (first(Q4, K2, (), nsa.sliding_attention, window=8), "at 3, got 2 keys: these look"),
         (first((2, 64, 4, 16), (2, 63, 4, 16), (2, 64, 4)), r"got 63 keys$"),
-        (first((2, 64, 4, 16), (2, 64, 2, 16), (2, 2, 64)),
-         r"got \[2, 2, 64, 2\].*block_indices.transpose\(1, 2\)"),
+        (first((2, 64, 4, 16), (2, 64, 2, 16), K2[:3]), r"\[2, 2, 64, 2\].*indices.transpose\("),
         (first((64, 4, 16), (64, 2, 16), (64, 2)), r"\[64, 4, 16\]: one sequence is x\[None\]"),
         (lambda: slide(cu_seqlens=CU), "sequences are packed, without a batch"),
         (lambda: slide(q=q[0]), r"q must be \[B, S, H, D\], got shape \[16, 4"),
@@ -134,8 +133,7 @@ BAD = {
         (lambda: select(b=None, ranges=torch.zeros(2, 16, 2, 1, 3).int()),
          r"ranges must be \[2, 16, 2, 'n', 2\]"),
         (lambda: select(block_size=0), "block_size must be at least 1"),
-        (lambda: select(b=torch.tensor([99, 0]).expand(2, 16, 2, 2)),
-         "block_indices must be below 4, the blocks of 4 in 16 keys, got 99"),
+        (lambda: select(b=BLOCKS + 96), "be below 4, the blocks of 4 in 16 keys, got 9"),
         (lambda: select(block_size=16), "be below 1, the blocks of 16 in 16 keys, got 3"),
         (lambda: select(b=torch.tensor([0, (1 << 32) + 1]).expand(2, 16, 2, 2)),
          f"must be below 4, .* got {(1 << 32) + 1}"),  # none is cut to one that is there
@@ -158,8 +156,7 @@ BAD = {
         (lambda: packed(fn=select, b=BLOCKS[0]), "below 3, the blocks of 4 in 10 keys, got 3"),
         (lambda: packed(fn=select, k=k[0, :9], v=v[0, :9], b=BLOCKS[0]), "q's T=16 packed.*got 9"),
         (lambda: packed(fn=select, b=BLOCKS[0], q_start=1), "must be 0 with cu_seqlens, got 1"),
-        (lambda: packed(fn=compressed, k=k[0, :3], v=v[0, :3]),
-         "k_cmp must have 1 compressed keys for the packed sequences, got 3"),
+        (lambda: packed(fn=compressed, k=k[0, :3], v=v[0, :3]), "have 1 compressed .*packed.*got 3"),
         # The whole attention names the branch.
         (lambda: layer(gates=GATES[..., :2]), r"gates must be \[2, 16, 4, 3\], got \[2, 16, 4"),
         (lambda: layer(gates=GATES.to("meta")), "gates must be on q's device cpu"),

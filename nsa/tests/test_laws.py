@@ -14,9 +14,9 @@ from nsa.compress import MLPCompression, mean_pool
 from nsa.rotary import rotary
 from nsa.tests.cases import ends_of
 from nsa.tests.helpers import make_layer, make_qkv, randn
+from nsa.tests.oracle_numbers import NAMES
 
 SIZES = dict(l=8, d=4, l_sel=8, n_sel=3, window=12)
-NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 D = torch.float64
 
 
@@ -127,17 +127,6 @@ def test_scores_depend_on_relative_position_only(backend):
         turned.append(both(r_q, r_k))
     same(*turned, 1e-10)
     assert ((both(q, k) - turned[0]).abs().amax((1, 2, 3, 4)) > 1e-3).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_low_precision_is_close_to_the_oracle(backend, dtype):
-    x = layer_inputs(33, seed=13, dtype=dtype)
-    # Blocks whose scores differ by less than the rounding may swap: full selection avoids it.
-    out = run(x, backend, n_sel=5)
-    error = (out.double() - run_oracle({n: v.double() for n, v in x.items()}, n_sel=5)).abs()
-    # Compressed keys are rounded to the dtype before use; hence more than the 1e-3 of a branch.
-    assert out.dtype == dtype
-    assert error.mean() < (1e-5 if dtype == torch.float32 else 4e-3), error.mean()
 
 
 def test_chunks_of_the_reference_change_nothing(monkeypatch):

@@ -14,7 +14,8 @@ import nsa
 from nsa import oracle
 from nsa.blocks import num_compressed
 from nsa.tests.cases import BF16, F16, F32, ends_of
-from nsa.tests.helpers import TRITON, deterministic, make_block_indices, make_qkv, randn
+from nsa.tests.helpers import TRITON, deterministic, make_block_indices, make_layer, make_qkv, randn
+from nsa.tests.oracle_numbers import NAMES
 
 L, D, L_SEL, W = 8, 4, 16, 9
 S = 41  # not whole tiles of queries
@@ -299,14 +300,15 @@ def test_a_query_that_is_no_number_tells(backend, name, n, bad, where):
     first = torch.zeros(1, n, 2, 1, dtype=torch.int32, device=q.device)
     spans = torch.stack([first, first + torch.arange(1, n + 1).to(first)[:, None, None]], -1)
     how = dict(backend=backend, flags=TRITON)
-    out = {
-        "sliding": lambda: nsa.sliding_attention(q, k, v, window=W, **how),
-        "compressed": lambda: nsa.compressed_attention(q, k, v, l=1, d=1, **how)[0],
-        "blocks": lambda: nsa.selection_attention(
-            q, k, v, block_indices=first, block_size=L_SEL, **how
-        ),
-        "ranges": lambda: nsa.selection_attention(q, k, v, ranges=spans, **how),
-    }[name]()
+    if name == "sliding":
+        out = nsa.sliding_attention(q, k, v, window=W, **how)
+    elif name == "compressed":
+        out, _ = nsa.compressed_attention(q, k, v, l=1, d=1, **how)
+    else:
+        given = (
+            dict(ranges=spans) if name == "ranges" else dict(block_indices=first, block_size=L_SEL)
+        )
+        out = nsa.selection_attention(q, k, v, **given, **how)
     assert not out[:, 0].isfinite().any() and out[:, 1:].isfinite().all()
 
 
@@ -315,11 +317,10 @@ def test_lse_is_that_of_the_seen_keys(backend, name):
     """It is what blocks are chosen by: values have no part in it."""
     n = num_compressed(S, L, D)
     x = dict(zip("qkv", inputs(n), strict=True))
-    lse_of = lambda q, k, v: nsa.compressed_attention(q, k, v, l=L, d=D, backend=backend)[1]
-    was = lse_of(**x)
-    x[name] = x[name].clone()
+    lse_of = lambda: nsa.compressed_attention(**x, l=L, d=D, backend=backend)[1]
+    was = lse_of()
     x[name][:, -1] = NAN
-    now, last = lse_of(**x), sees_compressed(S, n)[:, -1]
+    now, last = lse_of(), sees_compressed(S, n)[:, -1]
     torch.testing.assert_close(now[:, ~last], was[:, ~last])
     assert now[:, last].isnan().all() if name == "k" else torch.equal(now, was)
 
@@ -407,7 +408,7 @@ def test_gates_that_are_no_numbers(backend, odd, where):
     close(now[8], was[8], tol)
 
 
-@pytest.mark.parametrize("name", ["k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"])
+@pytest.mark.parametrize("name", NAMES[1:-1])
 @pytest.mark.parametrize("h", [pytest.param(16, marks=pytest.mark.core), 4])
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_at_a_gpus_sizes(packed, h, name, kernel_device):
@@ -416,11 +417,8 @@ def test_attention_at_a_gpus_sizes(packed, h, name, kernel_device):
         pytest.skip("a GPU's size")
     n, l, d = 700, 32, 16
     n_cmp = num_compressed(n, l, d)
-    shapes = dict.fromkeys(("k_cmp", "v_cmp"), (n_cmp, 2, 128))
-    shapes |= dict.fromkeys(("k_sel", "v_sel", "k_win", "v_win"), (n, 2, 128))
-    shapes |= dict(q=(n, 2 * h, 128), gates=(n, 2 * h, 3))
-    kw = dict(dtype=BF16, device=kernel_device)
-    x = {m: randn(2, *s, seed=i, **kw) for i, (m, s) in enumerate(shapes.items())}
+    kw = dict(l=l, d=d, B=2, dtype=BF16, device=kernel_device)
+    x = dict(zip(NAMES, make_layer(n, 2 * h, 2, 128, **kw), strict=True))
     last = (n_cmp - 1) * d + l - 1 if "cmp" in name else n - 1  # the first token that sees it
     how = dict(cu_seqlens=ends_of([n, n], kernel_device), max_seqlen=n) if packed else {}
 
