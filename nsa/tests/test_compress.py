@@ -1,7 +1,5 @@
 """Does phi compress the right tokens, keys and values alike, dense and packed?"""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

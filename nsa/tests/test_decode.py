@@ -1,7 +1,5 @@
 """Does decoding continue prefill exactly, emit compressed tokens on time, and count true reads?"""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from dataclasses import replace

@@ -1,20 +1,18 @@
 """Decoding at lengths that only the device knows: mixed batches, rewinding, replays of one step."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from bench import bench_decode
+from bench import bench_decode, decode_graph
 from bench.clock import CudaClock, clock_for
 from bench.decode_graph import ModuleStep, more_rows
 from bench.decode_step import Step
 from bench.records import read_csv
 from bench.summarize_decode_csv import summarize
-from bench.timing import Budget
+from bench.timing import Budget, prove
 from nsa import generate as gen
 from nsa import launches
 from nsa.cache import NSACache
@@ -252,10 +250,9 @@ def test_generation_by_graph_gives_the_same_text_gpu(cuda, autocast):
 
 
 def test_bench_times_graphs_and_the_layer_gpu(cuda):
-    """1504 = l + 92 d: the step adds a compressed token, which is judged in graphs as well."""
     torch.manual_seed(0)
     layer = NSAAttention(BIG, flags=TRITON).to(cuda, torch.bfloat16).eval()
-    step, clock = Step(layer, 2, 1504, flags=TRITON), clock_for(cuda)
+    step, clock = Step(layer, 2, 1500, flags=TRITON), clock_for(cuda)
     assert isinstance(clock, CudaClock)
     rows, missing = timed(layer, step, clock, Budget(0.1, 1.0, 10, warm_s=0.02), cold=True)
     assert missing == {} and set(rows) == {"graph", "module", "module_graph"}
@@ -263,7 +260,7 @@ def test_bench_times_graphs_and_the_layer_gpu(cuda):
         assert row.status in ("VALID", "UNSTABLE"), (name, row.why)
         assert (row.speedup is not None) == (name == "graph")
     assert rows["module_graph"].median_us > rows["graph"].median_us
-    assert step.cache.length == 1504
+    assert step.cache.length == 1500
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +295,27 @@ def test_bench_times_the_layer_over_one_context(bench_step):
     row = rows["module"]
     assert row.status in ("VALID", "UNSTABLE") and row.wall_us > 0, row.why
     assert seen == {(41, 41, 41)}
+
+
+class Replayed:
+    """A graph's stand-in: its replays are calls."""
+
+    launches = {"k": 1}
+
+    def __init__(self, step, example, caches):
+        self.input, self.replay = example, lambda: step(self.input)
+
+
+def test_a_graph_of_the_layer_is_judged_where_its_step_emits(monkeypatch):
+    """36 = l + 7 d: the step adds a compressed token, which the inputs' refill must find there."""
+    layer = make(seed=2)
+    step = Step(layer, 2, 36)
+    monkeypatch.setattr(decode_graph, "StepGraph", Replayed)
+    monkeypatch.setattr(decode_graph, "why_no_step_graph", lambda step: None)
+    module = ModuleStep(layer, step)
+    case = module.case(module.graph(["k"]), "module", bench_decode.total_case(step, {}), {})
+    parity, _ = prove(case, case.candidate, 3, "test")
+    assert parity.status == "PASS" and step.cache.length == 36
 
 
 @pytest.mark.parametrize("what, at, told", [

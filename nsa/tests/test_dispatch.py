@@ -1,7 +1,5 @@
 """Does dispatch choose the stated route with the stated reason, and fall back only when allowed?"""
 
-from __future__ import annotations
-
 import _thread
 import contextlib
 import subprocess

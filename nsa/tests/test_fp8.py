@@ -4,8 +4,6 @@ Expected results come from the oracle on keys and values rounded to the nearest 
 e4m3. Cases of FP8 among others: test_kvcache.py, test_decode_kernels.py, test_decode_cluster.py.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Does cached generation equal the full forward pass, and does selection find its needle?"""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

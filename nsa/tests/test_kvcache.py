@@ -5,8 +5,6 @@ behind the last page in use name none. The PyTorch route is judged in fp64 by th
 the Triton kernels.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -486,8 +484,11 @@ def test_a_graph_serves_every_length(cuda):
     x = tokens.part([26, 26], 1)
     given = dict(phi_k=phi, phi_v=phi, cache_seqlens=lens, flags=TRITON, **caches.options, **SIZES)
     step = lambda **how: nsa_with_kvcache(**caches.all, **x, **given, **how)
-    step()  # compiles
-    graph = torch.cuda.CUDAGraph()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
         out = step()
     words = pytest.raises(RuntimeError, match="inside a CUDA graph")

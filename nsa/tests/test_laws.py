@@ -1,7 +1,5 @@
 """Do the laws of the paper's semantics hold on every PyTorch route, against the fp64 oracle?"""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Converters of block indices: there and back, and against attention computed from each layout."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

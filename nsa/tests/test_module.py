@@ -1,7 +1,5 @@
 """Do the modules train, stay causal, take packed sequences and refuse what they cannot do?"""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ one process.
 Each world is started once and works through all its cases; the tests read what it found.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import itertools

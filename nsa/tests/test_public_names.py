@@ -1,7 +1,5 @@
 """Are the public names there for Python, type checkers and the wheel, and do their examples run?"""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import functools

@@ -1,7 +1,5 @@
 """The branches on torch's SDPA against the oracle, their gradients against plain PyTorch."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

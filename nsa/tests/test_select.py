@@ -1,7 +1,5 @@
 """Are the right blocks chosen, in the stated order, and turned into clean causal ranges?"""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

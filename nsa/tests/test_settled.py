@@ -1,8 +1,6 @@
 """The Triton route of selection_attention by ranges and blocks: right, without operations of
 PyTorch's and without a device wait, and from the second call on without a second look."""
 
-from __future__ import annotations
-
 import functools
 from unittest import mock
 

@@ -1,8 +1,6 @@
 """NSA in Transformers' own models, by name: equal to dense attention where it must be, trained,
 packed, padded, saved and loaded, and refused by name where it does not belong."""
 
-from __future__ import annotations
-
 import copy
 from inspect import signature
 from unittest import mock

@@ -1,8 +1,6 @@
 """generate() of Transformers' models with NSA: an NSACache inside of the dynamic cache gives what
 all keys made anew at every step give."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """torch.func on the public functions and a layer: right, or refused by name; and nested tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 """What a query does not see changes neither its output nor the gradient of its q, NaN included:
 0 * NaN is NaN, so a probability of 0 does not keep such a value out of a product."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from itertools import pairwise

@@ -6,8 +6,6 @@ of its own, with a wheel for GPUs as well: of its compiled CPU functions the thr
 calls are written in PyTorch below.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import inspect
