@@ -118,6 +118,17 @@ def test_stacked_selected_and_rewound_caches_keep_what_they_stand_for():
     assert torch.equal(turned.row(1).k_descale, k[None] * 2)
 
 
+def test_a_filled_cache_goes_on_as_one_that_was_appended_to():
+    layer, x = layer_and_x()
+    appended, filled = (layer.make_cache(2, 60, **STORED) for _ in range(2))
+    layer.step(x[:, :40], appended)
+    with torch.no_grad():
+        _, kv = layer._project(x[:, :40], torch.arange(40))
+    filled.fill(kv, *appended.compressed(), [40, 40])
+    for one in x[:, 40:].split(4, 1):
+        torch.testing.assert_close(layer.step(one, filled), layer.step(one, appended))
+
+
 def test_bad_caches_are_told():
     make = lambda **how: lambda: NSACache(CONFIG, 1, 8, **how)
     fp8 = dict(kv_cache_dtype="fp8_e4m3")

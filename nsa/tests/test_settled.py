@@ -108,6 +108,19 @@ def test_a_block_behind_the_keys_is_told_by_a_settled_call_too(kernel_device):
         call()
 
 
+@pytest.mark.parametrize("n", [1, 3, 16, 64, 130])
+def test_sorted_blocks_are_each_once_and_none_at_the_end(n, kernel_device):
+    from nsa.kernels.prefill.blocks.ascending import ascending
+
+    gen = torch.Generator().manual_seed(n)
+    blocks = torch.randint(-2, max(n, 3), (5, 2, n), generator=gen)
+    blocks[0, 0, 0], blocks[1, 1, 0] = 2**31 - 1, -(2**40) + 3
+    got = ascending(blocks.to(kernel_device)).flatten(0, 1).tolist()
+    for row, mine in zip(blocks.flatten(0, 1).tolist(), got, strict=True):
+        chosen = sorted({x for x in row if 0 <= x < 2**31 - 1})
+        assert mine == chosen + [-1] * (n - len(chosen))
+
+
 MAKING = {"empty", "view", "_unsafe_view", "transpose", "alias", "detach", "fill_"}
 INTERPRETING = {"copy_", "set_", "new_empty"}  # what a launch of the interpreter's takes
 

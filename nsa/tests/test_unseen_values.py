@@ -464,3 +464,15 @@ def test_decode_of_several_tokens(team, kernel_device, monkeypatch):
         assert torch.equal(now[1], was[1]), i
         assert torch.equal(now[0, :seen_from], was[0, :seen_from]), i
         assert now[0, seen_from:].isnan().all(), i
+
+
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_a_backward_takes_finite_keys_and_values(dtype, kernel_device):
+    from nsa.kernels.prefill.marked_keys import keys_for_backward, values_for_backward
+
+    x = randn(3, 70, 2, 24, seed=1, dtype=dtype, device=kernel_device)
+    x[0, 3, 1, :3] = torch.tensor([NAN, INF, -INF])
+    most = torch.finfo(dtype).max
+    for given in (x, x.transpose(1, 2)):
+        assert torch.equal(keys_for_backward(given), torch.nan_to_num(given, 0.0, most, -most))
+        assert torch.equal(values_for_backward(given), torch.nan_to_num(given, 0.0, 0.0, 0.0))
