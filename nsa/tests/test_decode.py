@@ -151,6 +151,22 @@ def test_reads_per_step_follow_the_law(layer):
     assert c.reads() == [] == decode(module, x, 40, [1])[1].reads()
 
 
+@pytest.mark.parametrize("view, wide", [("window", (9, 19, 14)), ("compressed", (11, 19, 12))])
+def test_a_view_that_is_too_wide_shows_in_the_reads(view, wide, layer, monkeypatch):
+    module, x, _ = layer
+    _, c = decode(module, x[:, : S - 1], S - 1, [1], count_reads=True)
+    c.reset_reads()
+    compressed = NSACache.compressed
+    wider = {
+        "window": lambda self, T: (self.k_win[:, :14], self.v_win[:, :14]),
+        "compressed": lambda self: [y.repeat(1, 2, 1, 1)[:, :11] for y in compressed(self)],
+    }
+    monkeypatch.setattr(NSACache, view, wider[view])
+    module.step(x[:, S - 1 :], c)
+    (read,) = c.reads()
+    assert (read.cmp, read.sel, read.win) == wide
+
+
 @pytest.mark.parametrize("T, at", [(1, 43), (8, 43), (8, 9), (3, 20)])
 def test_the_fused_steps_reads_are_those_of_the_devices_lengths(T, at, layer):
     module, x, _ = layer

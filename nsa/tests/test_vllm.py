@@ -191,14 +191,9 @@ class Runner:
 
     def expected(self) -> Tensor:
         k, v = self.data["k"].chunk(3, 2), self.data["v"].chunk(3, 2)
-        if isinstance(self.phi[0], MLPCompression):
-            cmp = [phi(x).detach() for phi, x in zip(self.phi, (k[0], v[0]), strict=True)]
-        else:
-            cmp = [oracle.compress_mean(x, C.l, C.d) for x in (k[0], v[0])]
-        sizes = C.sizes()
-        return oracle.nsa_attention(
-            self.data["q"], *cmp, k[1], v[1], k[2], v[2], self.data["gates"], **sizes
-        )
+        cmp = [phi(x).detach() for phi, x in zip(self.phi, (k[0], v[0]), strict=True)]
+        q, gates = self.data["q"], self.data["gates"]
+        return oracle.nsa_attention(q, *cmp, k[1], v[1], k[2], v[2], gates, **C.sizes())
 
 
 def close(got, want):
