@@ -337,9 +337,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tickets", type=int, metavar="FD",
-                     help="run the tests whose numbers (4 bytes each) this process reads here, "
-                     "where others read as well")  # fmt: skip
+    about = "run the tests whose numbers (4 bytes each) this process reads here, as others do"
+    parser.addoption("--tickets", type=int, metavar="FD", help=about)
 
 
 def _of_one_process(item: pytest.Item) -> str:
@@ -403,10 +402,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
     group = _GROUP_OF_FILE.get(item.path.name)
-    must_run = group is not None and getattr(Flags.from_env(), group)
-    if must_run and report.skipped and not hasattr(report, "wasxfail"):
-        report.outcome = "failed"
-        report.longrepr = f"NSA_TEST_* says this must run, but it was skipped: {_reason(report)}"
+    if group and report.skipped and not hasattr(report, "wasxfail"):
+        if getattr(Flags.from_env(), group):
+            told = "NSA_TEST_* says this must run, but it was skipped"
+            report.outcome, report.longrepr = "failed", f"{told}: {_reason(report)}"
     return report
 
 

@@ -21,24 +21,23 @@ BAD = NAN, INF, LARGE = [math.nan, math.inf, 60000.0]
 ROUTES = ["reference", "sdpa"]
 
 
-def routes(names, pytorchs, tritons):
-    """Parametrise `backend` and `names`: each of PyTorch's routes, and Triton's kernels."""
-    triton = [
-        pytest.param(
-            "triton", *getattr(x, "values", x), marks=[pytest.mark.kernel, *getattr(x, "marks", ())]
-        )
-        for x in tritons
-    ]
+def routes(names, pytorchs, tritons, kernels=()):
+    """Parametrise `backend` and `names`: each of PyTorch's routes, Triton's, and its kernels by
+    themselves."""
+    cases = [*(("triton", x) for x in tritons), *(("kernels", x) for x in kernels)]
+    marks = lambda x: [pytest.mark.kernel, *getattr(x, "marks", ())]
+    triton = [pytest.param(by, *getattr(x, "values", x), marks=marks(x)) for by, x in cases]
     plain = [(backend, *x) for backend in ROUTES for x in pytorchs]
     return pytest.mark.parametrize(f"backend, {names}", plain + triton)
 
 
 @pytest.fixture
 def where(backend: str, request: pytest.FixtureRequest) -> dict:
-    """dtype and device of a route; the kernels' own in 16 bits."""
-    if backend != "triton":
+    """dtype and device of a route; the kernels' own in 16 bits, those named so in fp32."""
+    if backend in ROUTES:
         return dict(dtype=F32, device="cpu")
-    return dict(dtype=F16, device=request.getfixturevalue("kernel_device"))
+    dtype = F32 if backend == "kernels" else F16
+    return dict(dtype=dtype, device=request.getfixturevalue("kernel_device"))
 
 
 def sees_window(S, N, start=0):
@@ -227,14 +226,10 @@ def case_of(backend, name, **how):
     [*itertools.product(BRANCHES + PACKED, BAD)],
     [*((name, NAN) for name in BRANCHES + PACKED), ("sliding", LARGE), ("compressed", INF),
      ("ranges", INF), pytest.param("blocks", INF, marks=pytest.mark.nightly)],
+    [*((name, NAN) for name in BRANCHES[:3]), ("sliding", LARGE)],
 )  # fmt: skip
 def test_branches(backend, name, bad, where):
     check(*case_of(backend, name, **where), bad)
-
-
-@pytest.mark.parametrize("name, bad", [*((name, NAN) for name in BRANCHES[:3]), ("sliding", LARGE)])
-def test_spans_of_triton_in_fp32(name, bad, kernel_device):
-    check(*case_of("kernels", name, dtype=F32, device=kernel_device), bad)
 
 
 @pytest.mark.parametrize("two_passes", [False, True])
