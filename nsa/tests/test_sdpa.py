@@ -72,10 +72,10 @@ def test_selection(kind, chunks):
 
 
 def test_calls_are_counted_by_branch_and_have_no_more_rows_than_a_grid_takes(monkeypatch):
-    q, k, v = make_qkv(1, 18, 4, 2, 8)
+    q, k, v = make_qkv(1, 18, 4, 2, 8, dtype=F64)
     ends = torch.arange(18, dtype=torch.int32)[None, :, None, None].expand(1, 18, 2, 1)
     ranges = torch.stack([ends * 0, ends], -1)
-    select = lambda ranges: sdpa.selection_sdpa(q, k, v, ranges)
+    select = lambda ranges: sdpa.selection_sdpa(q[:, : ranges.shape[1]], k, v, ranges)
     for run, name, times, rows in (
         (lambda: sdpa.sliding_sdpa(q, k, v, window=4), "sdpa_sliding", 1, 5),
         (lambda: sdpa.compressed_sdpa(q, k[:, :8], v[:, :8], l=4, d=2), "sdpa_compressed", 1, 5),
@@ -85,8 +85,9 @@ def test_calls_are_counted_by_branch_and_have_no_more_rows_than_a_grid_takes(mon
     ):
         monkeypatch.setattr(sdpa, "_CHUNK_ROWS", rows)
         with launches.recording() as launched:
-            run()
+            out = run()
         assert launched == {name: times}
+    torch.testing.assert_close(out, oracle.selection_attention(q, k, v, ranges))  # padded ones too
 
 
 @pytest.mark.parametrize("grad", [False, True])
