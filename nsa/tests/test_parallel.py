@@ -112,10 +112,11 @@ def _check_chunks(full: dict, phi_k: Any, phi_v: Any, like: torch.dtype, **how: 
         grads = torch.autograd.grad(got, [*mine.values(), *weights], shard(full["do"]))
     assert torch.equal(aux["block_indices"], shard(want_aux["block_indices"]))
     _close([got, aux["lse"]], [shard(want), shard(want_aux["lse"])], like)
-    for n, g, w in zip([*NAMES, *map(str, weights)], grads, want_grads, strict=True):
-        if n not in NAMES:
-            dist.all_reduce(g)
-        _close(g, shard(w) if n in NAMES else w, like, msg=lambda m, n=n: f"d{n}: {m}")
+    for n, g, w in zip(NAMES, grads, want_grads, strict=False):
+        _close(g, shard(w), like, msg=lambda m, n=n: f"d{n}: {m}")
+    for g, w in zip(grads[len(NAMES) :], want_grads[len(NAMES) :], strict=True):
+        dist.all_reduce(g)
+        _close(g, w, like)
     _close(parallel.unshard(got), want.detach(), like)
     return aux["routes"], counts
 
@@ -591,15 +592,10 @@ def _worker(rank: int, world: int, folder: str, mode: str) -> NoReturn:
 def start(world: int, folder: Path, mode: str) -> list[dict[str, Any]]:
     """Run a world and read what every rank of it found."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NCCL_NVLS_ENABLE": "0"}
-    argv = [
-        [sys.executable, "-m", __name__, str(r), str(world), str(folder), mode]
-        for r in range(world)
-    ]
-    errors = [folder / f"{r}.stderr" for r in range(world)]
-    ranks = [
-        subprocess.Popen(command, env=env, cwd=ROOT, stderr=file.open("w"))
-        for command, file in zip(argv, errors, strict=True)
-    ]
+    errors, ranks = [folder / f"{r}.stderr" for r in range(world)], []
+    for r, file in enumerate(errors):
+        command = [sys.executable, "-m", __name__, str(r), str(world), str(folder), mode]
+        ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stderr=file.open("w")))
     try:
         for process in ranks:
             process.wait(timeout=240)
