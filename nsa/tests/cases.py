@@ -147,9 +147,6 @@ CHUNKS = [
 ]
 
 
-# ---- operators, against the oracle ---------------------------------------------------------------
-
-
 class Inputs:
     """Tensors of a shape with all tokens in one dimension; `layout` gives them as kernels take
     them, `split` each sequence alone."""
@@ -276,9 +273,6 @@ def check(
         with torch.no_grad(), launches.recording() as counts:
             out = flat(ours(*(x.layout(t.detach(), n) for n, t in named.items())), x.do)
         judge("no_grad", out[:T], want[0], same[0], counts, without_backward)
-
-
-# ---- selection by blocks, one kernel beside another ----------------------------------------------
 
 
 def tolerance(dtype: torch.dtype, atol: float | None = None) -> dict[str, float]:

@@ -74,15 +74,23 @@ def cuda() -> torch.device:
     return torch.device("cuda")
 
 
+def _forget_records() -> None:
+    if "nsa.kernels.replay" in sys.modules:
+        sys.modules["nsa.kernels.replay"].forget()
+
+
+def _forget_all() -> None:
+    settled._calls.clear()
+    for reset in (clear_flags_cache, log.reset, failed.reset, _forget_records):
+        reset()
+
+
 @pytest.fixture(autouse=True)
-def fresh_flags() -> Iterator[None]:
-    """Flags are read anew in every test, and again after it; what failed before is forgotten."""
-    resets = clear_flags_cache, log.reset, failed.reset
-    for reset in resets:
-        reset()
+def fresh() -> Iterator[None]:
+    """No test knows of another: flags are read anew, what failed or was settled is forgotten."""
+    _forget_all()
     yield
-    for reset in resets:
-        reset()
+    _forget_all()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -293,18 +301,6 @@ def _poisoned(make):
     return poisoned
 
 
-def _forget_records() -> None:
-    if "nsa.kernels.replay" in sys.modules:
-        sys.modules["nsa.kernels.replay"].forget()
-
-
-@pytest.fixture(autouse=True)
-def nothing_settled() -> None:
-    """A test may change what a call that another one made was decided by."""
-    settled._calls.clear()
-    _forget_records()
-
-
 class _Forgetting(pytest.MonkeyPatch):
     """What it changes may be what a recorded call was decided by."""
 
@@ -329,10 +325,9 @@ def monkeypatch() -> Iterator[pytest.MonkeyPatch]:
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised memory holds NaN (integers: far off), so a value nobody wrote shows."""
-    made = ("empty", "empty_like", "empty_strided")
-    for owner, names in ((torch, made), (torch.Tensor, ("new_empty",))):
-        for name in names:
-            monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+    made = "empty", "empty_like", "empty_strided"
+    for owner, name in (*((torch, name) for name in made), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -342,9 +337,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tickets", type=int, metavar="FD",
-                     help="run the tests whose numbers (4 bytes each) this process reads here, "
-                     "where others read as well")  # fmt: skip
+    about = "run the tests whose numbers (4 bytes each) this process reads here, as others do"
+    parser.addoption("--tickets", type=int, metavar="FD", help=about)
 
 
 def _of_one_process(item: pytest.Item) -> str:
@@ -404,18 +398,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("for make test-all, which takes longer")
 
 
-def _must_run(nodeid: str) -> bool:
-    name = nodeid.split("::")[0].rsplit("/", 1)[-1]
-    group = _GROUP_OF_FILE.get(name)
-    return group is not None and getattr(Flags.from_env(), group)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
-    if report.skipped and not hasattr(report, "wasxfail") and _must_run(item.nodeid):
-        report.outcome = "failed"
-        report.longrepr = f"NSA_TEST_* says this must run, but it was skipped: {_reason(report)}"
+    group = _GROUP_OF_FILE.get(item.path.name)
+    if group and report.skipped and not hasattr(report, "wasxfail"):
+        if getattr(Flags.from_env(), group):
+            told = "NSA_TEST_* says this must run, but it was skipped"
+            report.outcome, report.longrepr = "failed", f"{told}: {_reason(report)}"
     return report
 
 

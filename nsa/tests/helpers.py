@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import warnings
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.clock import HostClock, repeat
 from nsa.blocks import num_compressed
@@ -24,8 +26,6 @@ if TYPE_CHECKING:  # scripts/fuzz needs no pytest
 TRITON = Flags(
     use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1, triton_sel_force=True
 )
-
-# ---- inputs --------------------------------------------------------------------------------------
 
 
 def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -50,11 +50,8 @@ def make_qkv(
     """q [B, S, HQ, Dk], k [B, Skv, G, Dk], v [B, Skv, G, Dv], each N(0, 1)."""
     Dv, Skv = Dv or Dk, S if Skv is None else Skv
     kw = {"dtype": dtype, "device": device, "requires_grad": requires_grad}
-    return (
-        randn(B, S, HQ, Dk, seed=seed * 1000 + 1, **kw),
-        randn(B, Skv, G, Dk, seed=seed * 1000 + 2, **kw),
-        randn(B, Skv, G, Dv, seed=seed * 1000 + 3, **kw),
-    )
+    shapes = (B, S, HQ, Dk), (B, Skv, G, Dk), (B, Skv, G, Dv)
+    return tuple(randn(*x, seed=seed * 1000 + i, **kw) for i, x in enumerate(shapes, 1))
 
 
 def make_layer(
@@ -106,10 +103,8 @@ def make_ranges(
     device: torch.device | str = "cpu",
 ) -> Tensor:  # fmt: skip
     """int32 ranges [B, S, G, n, 2] over Skv keys whose rows select L keys (hostile kinds differ,
-    int64_extremes in dtype too).
-
-    few: [(0, L)]. many: 8 equal spans. mixed: 2, 4 or 8 random spans with sum L. The hostile kinds
-    are what a wrapper must clean: overlapping, inverted, out of bounds, unsorted or empty ranges.
+    int64_extremes in dtype too): few: [(0, L)]; many: 8 equal spans; mixed: 2, 4 or 8 random spans.
+    Hostile kinds are what a wrapper must clean.
     """
     if not 0 < L <= Skv:
         raise ValueError(f"L must be in 1..Skv={Skv}, got {L}")
@@ -146,8 +141,8 @@ def make_ranges(
         else:
             raise ValueError(f"kind must be one of {RANGE_KINDS + HOSTILE_RANGE_KINDS}: {kind!r}")
         rows.append(spans)
-    n = max(len(r) for r in rows)
-    padded = [[*r, *[(0, 0)] * (n - len(r))] for r in rows]
+    n = max(map(len, rows))
+    padded = [r + [(0, 0)] * (n - len(r)) for r in rows]
     dtype = torch.int64 if kind == "int64_extremes" else torch.int32
     return torch.tensor(padded, dtype=dtype).view(B, S, G, n, 2).to(device)
 
@@ -162,30 +157,27 @@ def make_block_indices(
     """Causal block_indices int32 [B, S, G, n_sel], ascending, -1 padded; row s is query q_start+s.
 
     random: own block and random earlier ones. clustered: the n_sel latest. one_block: block 0 and
-    the own block (every query loads one block: worst for key-major kernels). own_only, first_only.
-    all: as many as fit from the start, own last. ragged: random with a random number of blocks,
-    none included.
+    the own block (every query loads one block: worst for key-major kernels). all: as many as fit
+    from the start, own last. ragged: random with a random number of blocks, none included.
     """
     gen, count = generator(seed), 0
     result = torch.full((B, S, G, n_sel), -1, dtype=torch.int32)
-    for b in range(B):
-        for s in range(S):
-            own = (q_start + s) // l_sel
-            for g in range(G):
-                earlier = torch.randperm(own, generator=gen) if own else torch.zeros(0)
-                if kind == "ragged":
-                    count = int(torch.randint(n_sel + 1, (1,), generator=gen))
-                row = {
-                    "random": [own, *earlier[: n_sel - 1].tolist()],
-                    "clustered": [*range(max(0, own - n_sel + 1), own + 1)],
-                    "one_block": [0, own][:n_sel] if own else [0],
-                    "own_only": [own],
-                    "first_only": [0],
-                    "all": [*range(min(own, n_sel - 1)), own],
-                    "ragged": [own, *earlier.tolist()][:count],
-                }[kind]
-                row = sorted(set(map(int, row)))
-                result[b, s, g, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    for b, s, g in itertools.product(range(B), range(S), range(G)):
+        own = (q_start + s) // l_sel
+        earlier = torch.randperm(own, generator=gen) if own else torch.zeros(0)
+        if kind == "ragged":
+            count = int(torch.randint(n_sel + 1, (1,), generator=gen))
+        row = {
+            "random": [own, *earlier[: n_sel - 1].tolist()],
+            "clustered": [*range(max(0, own - n_sel + 1), own + 1)],
+            "one_block": [0, own][:n_sel] if own else [0],
+            "own_only": [own],
+            "first_only": [0],
+            "all": [*range(min(own, n_sel - 1)), own],
+            "ragged": [own, *earlier.tolist()][:count],
+        }[kind]
+        row = sorted(set(map(int, row)))
+        result[b, s, g, : len(row)] = torch.tensor(row, dtype=torch.int32)
     return result.to(device)
 
 
@@ -205,6 +197,19 @@ class SteadyClock(HostClock):
         return 1.0
 
 
+class Watch(TorchDispatchMode):
+    """Every operation of PyTorch's in the block goes to see(operation, result)."""
+
+    def __init__(self, see: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.see(func, out)
+        return out
+
+
 @contextlib.contextmanager
 def deterministic(on: bool = True) -> Iterator[None]:
     """torch.use_deterministic_algorithms(True) inside: kernels must not add in changing order."""
@@ -221,13 +226,6 @@ def deterministic(on: bool = True) -> Iterator[None]:
             torch.use_deterministic_algorithms(before)
 
 
-def assert_finite(**tensors: Tensor) -> None:
-    """Fail and name the tensor that holds NaN or infinity."""
-    for name, x in tensors.items():
-        bad = ~x.isfinite()
-        assert not bad.any(), f"{name} is not finite at {bad.nonzero()[0].tolist()}"
-
-
 def assert_raises(*cases: tuple[type[BaseException], str, Callable[[], object]]) -> None:
     """Each call of (error, words, call) raises such an error with such words."""
     import pytest
@@ -235,9 +233,6 @@ def assert_raises(*cases: tuple[type[BaseException], str, Callable[[], object]])
     for error, words, call in cases:
         with pytest.raises(error, match=words):
             call()
-
-
-# ---- records -------------------------------------------------------------------------------------
 
 
 def sent(patch: pytest.MonkeyPatch, call: Callable[..., Any], *args: Any) -> tuple[Any, list[dict]]:
@@ -249,9 +244,6 @@ def sent(patch: pytest.MonkeyPatch, call: Callable[..., Any], *args: Any) -> tup
     os.close(write)
     with os.fdopen(read) as pipe:
         return result, [json.loads(line) for line in pipe]
-
-
-# ---- memory --------------------------------------------------------------------------------------
 
 
 def left_for_the_collector(call: Callable[[], object]) -> list[Tensor]:

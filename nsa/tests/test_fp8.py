@@ -4,8 +4,6 @@ Expected results come from the oracle on keys and values rounded to the nearest 
 e4m3. Cases of FP8 among others: test_kvcache.py, test_decode_kernels.py, test_decode_cluster.py.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -19,8 +17,6 @@ from nsa.config import NSAConfig
 from nsa.module import NSAAttention
 from nsa.tests.helpers import assert_raises, randn
 from nsa.tests.test_kvcache import E4M3, NUMBERS, B, Caches, G, Tokens, close, descales, rounded
-
-# ---- what is stored ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -37,9 +33,6 @@ def test_each_number_becomes_the_nearest(dtype):
     assert torch.equal(off, (near[..., None] - NUMBERS).abs().amin(-1))
     back = fp8.dequantize(got, torch.full((1, 1), 0.25), dtype)
     torch.testing.assert_close(back, (got.double() / 4).to(dtype), rtol=0, atol=0, equal_nan=True)
-
-
-# ---- nsa_with_kvcache ----------------------------------------------------------------------------
 
 
 def test_a_nan_is_seen_by_those_that_see_its_token():
@@ -74,8 +67,6 @@ def test_bad_input_names_the_argument():
     )  # fmt: skip
     assert caches.all["k_sel_cache"].isnan().all(), "written to"
 
-
-# ---- NSACache ------------------------------------------------------------------------------------
 
 CONFIG = NSAConfig(
     dim=24, heads=4, groups=2, d_k=8, d_v=16, l=8, d=4, l_sel=16, n_sel=3, window=20, phi="mean"
@@ -113,11 +104,10 @@ def test_every_split_of_a_layers_sequence(parts):
 
 
 def test_stacked_selected_and_rewound_caches_keep_what_they_stand_for():
-    (layer, x), caches, k = layer_and_x(), [], BY["k_descale"]
+    (layer, x), k = layer_and_x(), BY["k_descale"]
+    caches = [layer.make_cache(1, 44, **{**STORED, "k_descale": k * (2 - b)}) for b in (0, 1)]
     for b, n in enumerate((30, 41)):
-        cache = layer.make_cache(1, 44, **{**STORED, "k_descale": k if b else k * 2})
-        layer.step(x[b : b + 1, :n], cache)
-        caches.append(cache)
+        layer.step(x[b : b + 1, :n], caches[b])
     both = NSACache.stack(caches, max_len=60)
     assert torch.equal(both.k_descale, torch.stack([k * 2, k]))
     turned = both.select(torch.tensor([1, 0]))
@@ -151,9 +141,6 @@ def test_bad_caches_are_told():
         (ValueError, "caches must agree in kv_cache_dtype",
          lambda: NSACache.stack([make()(), make(**fp8)()])),
     )  # fmt: skip
-
-
-# ---- the error, as docs/library.md states it -----------------------------------------------------
 
 
 def test_the_error_against_a_cache_of_bf16():

@@ -1,10 +1,9 @@
 """Does cached generation equal the full forward pass, and does selection find its needle?"""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools
+import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,6 +13,7 @@ import torch
 from nsa import generate as gen
 from nsa.config import NSAConfig
 from nsa.model import NSALanguageModel
+from nsa.tests.helpers import assert_raises
 from scripts import needle
 
 # Blocks small enough that 40 tokens cross every edge: compression, selection and the window.
@@ -39,62 +39,58 @@ def path(model, tmp_path):
     return tmp_path / "m.pt"
 
 
-@pytest.mark.parametrize("prompt_len", [1, 7, 8, 13])
-def test_greedy_generation_equals_full_forward(model, prompt_len):
+@pytest.mark.parametrize("n", [1, 7, 8, 13])
+def test_greedy_generation_equals_full_forward(model, n):
     """The cache is as large as the text."""
-    prompt = torch.randint(0, 256, (2, prompt_len), generator=torch.Generator().manual_seed(1))
+    prompt = torch.randint(0, 256, (2, n), generator=torch.Generator().manual_seed(1))
     layer = model.blocks[0].attention
     with mock.patch.object(layer, "make_cache", side_effect=layer.make_cache) as made:
         out = gen.generate(model, prompt, 27)
-    assert (
-        torch.equal(out.tokens[:, :prompt_len], prompt) and out.tokens.shape[1] == prompt_len + 27
-    )
+    assert torch.equal(out.tokens[:, :n], prompt) and out.tokens.shape[1] == n + 27
     assert_greedy(model, out.tokens, 27)
     (call,) = made.call_args_list
     cache = layer.make_cache(*call.args, **call.kwargs)
-    assert (cache.max_len, cache.growable) == (prompt_len + 27, False)
+    assert (cache.max_len, cache.growable) == (n + 27, False)
 
 
 def test_rates_are_those_of_the_whole_batch(model, monkeypatch):
     monkeypatch.setattr(gen, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
-    out = gen.generate(model, torch.zeros(3, 5, dtype=torch.long), 7)
+    prompt = torch.zeros(3, 5, dtype=torch.long)
+    out = gen.generate(model, prompt, 7)
     assert (out.prefill_tokens_per_s, out.decode_tokens_per_s) == (15, 18)  # a second each
-    assert gen.generate(model, torch.zeros(3, 5).long(), 1).decode_tokens_per_s is None
+    assert gen.generate(model, prompt, 1).decode_tokens_per_s is None
 
 
 def test_sampling_is_fixed_by_the_seed(model):
     prompt = torch.zeros(1, 5, dtype=torch.long)
-    texts = [
-        gen.generate(model, prompt, 20, temperature=1.0, seed=seed).tokens for seed in (1, 1, 2)
-    ]
-    assert torch.equal(*texts[:2]) and not torch.equal(*texts[1:])
+    sample = lambda seed: gen.generate(model, prompt, 20, temperature=1.0, seed=seed).tokens
+    assert torch.equal(sample(1), sample(1)) and not torch.equal(sample(1), sample(2))
 
 
 def test_top_1_is_greedy_and_top_k_stays_among_the_best():
     """A higher temperature draws lesser ones more often."""
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(400, 50, generator=torch.Generator().manual_seed(0))
-    best = logits.argmax(-1, keepdim=True)
+    best, two = logits.argmax(-1, keepdim=True), torch.tensor([[1.0, 0.0]])
     assert torch.equal(gen.pick(logits, 0.0, None, g), best)
     assert torch.equal(gen.pick(logits, 5.0, 1, g), best)
     drawn = gen.pick(logits, 5.0, 3, g)
-    assert (logits.topk(3).indices == drawn).any(-1).all()
-    assert not torch.equal(drawn, best)
-    two = torch.tensor([[1.0, 0.0]])
+    assert (logits.topk(3).indices == drawn).any(-1).all() and not torch.equal(drawn, best)
     for temperature in (0.5, 2.0):
         share = (gen.pick(two.expand(4000, 2), temperature, None, g) == 0).float().mean()
         want = two.div(temperature).softmax(-1)[0, 0]
         torch.testing.assert_close(share, want, atol=0.03, rtol=0)
 
 
-@pytest.mark.parametrize("how, name", [
-    ({"max_new_tokens": 0}, "max_new_tokens"), ({"temperature": -1.0}, "temperature"),
-    ({"temperature": float("nan")}, "temperature"), ({"top_k": 0}, "top_k"), ({}, "prompt"),
-])  # fmt: skip
-def test_bad_settings_are_named(model, how, name):
-    prompt = torch.zeros(1, 4 if how else 0, dtype=torch.long)
-    with pytest.raises(ValueError, match=name):
-        gen.generate(model, prompt, **{"max_new_tokens": 1, **how})
+def test_bad_settings_are_named(model):
+    call = lambda n=4, **how: (
+        lambda: gen.generate(
+            model, torch.zeros(1, n, dtype=torch.long), **{"max_new_tokens": 1, **how}
+        )
+    )
+    bad = [("max_new_tokens", 0), ("temperature", -1.0), ("temperature", math.nan), ("top_k", 0)]
+    named = ((ValueError, name, call(**{name: value})) for name, value in bad)
+    assert_raises(*named, (ValueError, "prompt", call(0)))
 
 
 def test_command_line_generates_from_a_saved_model(model, path, capsys):
@@ -104,8 +100,7 @@ def test_command_line_generates_from_a_saved_model(model, path, capsys):
     tokens = gen.generate(model, torch.tensor([list(b"KING")]), 9).tokens
     assert_greedy(model, tokens, 9)
     expected = bytes(tokens[0].tolist())
-    assert out == expected.decode("utf-8", errors="replace") + "\n"
-    assert "tokens/s" in err
+    assert out == expected.decode("utf-8", errors="replace") + "\n" and "tokens/s" in err
 
 
 def test_every_option_reaches_generate(path, monkeypatch):
@@ -118,15 +113,25 @@ def test_every_option_reaches_generate(path, monkeypatch):
     assert [call.kwargs for call in spy.call_args_list] == [how]
 
 
-@pytest.mark.parametrize("device, words", [
-    ("cuda", "CUDA devices"), ("cuda:99", "'cuda:99' is not here"), ("gpu", "cpu, cuda or cuda:N"),
-    ("meta", "got 'meta'"),
+FEW = ["--tokens", "2048", "--queries", "2"]
+
+
+@pytest.mark.parametrize("main, argv, words", [
+    (gen.main, ["m.pt", "--device", "cuda"], "CUDA devices"),
+    (gen.main, ["m.pt", "--device", "cuda:99"], "'cuda:99' is not here"),
+    (gen.main, ["m.pt", "--device", "gpu"], "cpu, cuda or cuda:N"),
+    (gen.main, ["m.pt", "--device", "meta"], "got 'meta'"),
+    (needle.main, [*FEW, "--backend", "triton"], "triton"),
+    (needle.main, [*FEW, "--device", "cuda"], "no CUDA device"),
+    (needle.main, [*FEW, "--backend", "triton", "--lengths", "2048", "--seeds", "1"], "triton"),
 ])  # fmt: skip
-def test_a_device_that_is_not_here_is_a_usage_error(device, words, monkeypatch, capsys):
+def test_what_is_not_here_is_a_usage_error(main, argv, words, monkeypatch, capsys):
+    """Told in its last line."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
-        gen.main(["m.pt", "--device", device])
-    assert stopped.value.code == 2 and words in capsys.readouterr().err
+        main(argv)
+    assert stopped.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
 
 
 class Evil:
@@ -145,7 +150,31 @@ def test_foreign_file_is_refused_without_running_it(content, path, capsys):
     assert "code ran" not in capsys.readouterr().out
 
 
-# ---- needle --------------------------------------------------------------------------------------
+def test_a_checkpoint_keeps_its_dtype_and_says_what_it_lacks(model, path):
+    gen.save_checkpoint(path, copy.deepcopy(model).bfloat16())
+    again = gen.load_checkpoint(path)
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
+    assert all(p.requires_grad for p in again.parameters()) and not again.training
+    saved = torch.load(path, weights_only=True)
+    for change, words in (
+        (lambda s: s.pop("n_layers"), "lacks 'n_layers'"),
+        (lambda s: s.update(n_layers=3), "configuration"),  # the weights' shape is another
+        (lambda s: s["config"].update(depth=3), "another kind: .*depth"),
+        (lambda s: s.update(config=[1]), "another kind"),
+    ):
+        broken = copy.deepcopy(saved)
+        change(broken)
+        torch.save(broken, path)
+        with pytest.raises(ValueError, match=words):
+            gen.load_checkpoint(path)
+
+
+def test_a_model_can_be_trained_on_what_was_generated(model):
+    tokens = gen.generate(model, torch.tensor([[1, 2, 3]]), 4).tokens
+    assert not tokens.is_inference()
+    model(tokens[:, :-1]).sum().backward()
+    assert model.embedding.weight.grad.abs().sum() > 0
+    model.zero_grad(set_to_none=True)
 
 
 def failing(result) -> set[str]:
@@ -170,29 +199,27 @@ def latest(q, k_cmp, *, n_sel, q_start, **_):
     return blocks[None, :, None].expand(1, -1, needle.GROUPS, -1).to(torch.int32)
 
 
-def swapped(*args, **kwargs):
-    return needle.select_blocks(*args, **kwargs).flip(2)
-
-
 def of_another_needle(case):
     """Blocks that do not depend on the one that is searched."""
-    given = needle.select_blocks(
-        case.q[:, -8:], needle.mean_pool(case.k, needle.L, needle.D), l=needle.L, d=needle.D,
-        l_sel=needle.L_SEL, n_sel=16, q_start=8184,
-    )  # fmt: skip
+    sizes = dict(l=needle.L, d=needle.D, l_sel=needle.L_SEL, n_sel=16, q_start=8184)
+    pooled = needle.mean_pool(case.k, needle.L, needle.D)
+    given = needle.select_blocks(case.q[:, -8:], pooled, **sizes)
     return lambda *args, **kwargs: given
+
+
+SWAPPED = dict(n_sel=16, select=lambda *args, **how: needle.select_blocks(*args, **how).flip(2))
 
 
 @pytest.mark.parametrize(("how", "weak", "fails"), [
     (lambda case: dict(n_sel=needle.N_INIT + needle.N_LOCAL), 1, "found"),  # the forced ones
-    (lambda case: dict(n_sel=16, select=latest), 1, "found"),
-    (lambda case: dict(n_sel=16, select=swapped), 1, "found"),
+    (lambda case: dict(n_sel=16, select=latest), 1, "found"), (lambda case: SWAPPED, 1, "found"),
     (lambda case: dict(n_sel=16, select=of_another_needle(case)), 1, "not_chance"),
     (lambda case: dict(n_sel=16), 0.1, "control"),  # dense attention cannot find it either
 ], ids=["few", "recency", "groups", "given", "weak"])  # fmt: skip
 def test_needle_test_sees_what_is_wrong(how, weak, fails, case):
-    found = failing(needle.search(dataclasses.replace(case, q=case.q * weak), **how(case)))
-    assert fails in found and (how(case).get("select") is swapped or weak < 1 or found == {fails})
+    how = how(case)
+    found = failing(needle.search(dataclasses.replace(case, q=case.q * weak), **how))
+    assert fails in found and (how is SWAPPED or weak < 1 or found == {fails})
 
 
 def test_needle_needs_room():
@@ -200,44 +227,6 @@ def test_needle_needs_room():
         needle.make_case(512, 8)
 
 
-@pytest.mark.parametrize("argv, words", [
-    ("--backend triton", "triton"), ("--device cuda", "no CUDA device"),
-    ("--backend triton --lengths 2048 --seeds 1", "triton"),
-])  # fmt: skip
-def test_needle_says_in_a_line_what_is_not_here(argv, words, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stopped:
-        needle.main(["--tokens", "2048", "--queries", "2", *argv.split()])
-    assert stopped.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_needle_64k_gpu(cuda):
     argv = ["--tokens", "65536", "--queries", "32", "--device", "cuda", "--dtype", "bf16"]
     assert needle.main([*argv, "--backend", "triton"]) == 0
-
-
-def test_a_model_can_be_trained_on_what_was_generated(model):
-    tokens = gen.generate(model, torch.tensor([[1, 2, 3]]), 4).tokens
-    assert not tokens.is_inference()
-    model(tokens[:, :-1]).sum().backward()
-    assert model.embedding.weight.grad.abs().sum() > 0
-    model.zero_grad(set_to_none=True)
-
-
-def test_a_checkpoint_keeps_its_dtype_and_says_what_it_lacks(model, path):
-    gen.save_checkpoint(path, copy.deepcopy(model).bfloat16())
-    again = gen.load_checkpoint(path)
-    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
-    assert all(p.requires_grad for p in again.parameters()) and not again.training
-    saved = torch.load(path, weights_only=True)
-    for change, words in (
-        (lambda s: s.pop("n_layers"), "lacks 'n_layers'"),
-        (lambda s: s.update(n_layers=3), "configuration"),  # the weights' shape is another
-        (lambda s: s["config"].update(depth=3), "another kind: .*depth"),
-        (lambda s: s.update(config=[1]), "another kind"),
-    ):
-        broken = copy.deepcopy(saved)
-        change(broken)
-        torch.save(broken, path)
-        with pytest.raises(ValueError, match=words):
-            gen.load_checkpoint(path)

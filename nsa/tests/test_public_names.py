@@ -1,7 +1,5 @@
 """Are the public names there for Python, type checkers and the wheel, and do their examples run?"""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import functools
@@ -55,26 +53,37 @@ def imported(path: Path) -> set[str]:
     return found
 
 
+def from_any(path: Path, *packages: str) -> list[str]:
+    """What a file imports from one of these."""
+    return [name for name in imported(path) if name.startswith(packages)]
+
+
+RUNNER = ("record", "box", "report", "compare", "run")  # each imports itself and those before it
+
+
 def test_imports_go_one_way():
     """docs/design.md, "Who imports whom"."""
     root = Path(nsa.__file__).parent
     packages = {p.parent.name for p in (root / "kernels").glob("*/__init__.py")}
+    above = "nsa.attention", "nsa.dispatch", "nsa.reference", "nsa.rungs"
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
         if parts[0] == "tests":
             continue
-        names = imported(path)
-        assert not [n for n in names if n.startswith(("bench", "scripts", "nsa.tests"))], path
+        assert not from_any(path, "bench", "scripts", "nsa.tests"), path
         if parts == ("oracle.py",):
-            outside = {n for n in names if n.split(".")[0] not in ("torch", "__future__", "math")}
-            assert not outside, outside
+            assert {n.split(".")[0] for n in imported(path)} <= {"torch", "__future__", "math"}
         else:
-            assert not [n for n in names if n.startswith("nsa.oracle")], path
+            assert not from_any(path, "nsa.oracle"), path
         if parts[0] == "kernels" and len(parts) > 2:
-            others = tuple(f"nsa.kernels.{p}" for p in packages - {parts[1]})
-            above = ("nsa.attention", "nsa.dispatch", "nsa.reference", "nsa.rungs")
+            others = [f"nsa.kernels.{p}" for p in packages - {parts[1]}]
             wrapper = parts[1:] == ("triton_sel_kernel", "__init__.py")
-            assert not [n for n in names if n.startswith(others if wrapper else (*others, *above))]
+            assert not from_any(path, *others, *(() if wrapper else above)), path
+    runner = root.parent / "scripts" / "oneshot"
+    assert {p.parent.name for p in runner.glob("*/__init__.py")} == set(RUNNER)
+    for path in runner.glob("*/*.py"):
+        later = RUNNER[RUNNER.index(path.parent.name) + 1 :]
+        assert not from_any(path, *(f"scripts.oneshot.{folder}" for folder in later)), path
 
 
 @pytest.mark.parametrize("package", ["nsa", "bench", "scripts"])
@@ -91,18 +100,6 @@ def test_imports_have_no_circle(package):
         graph[module] = names & modules.keys() - {module}
     assert sum(map(len, graph.values())) > len(graph)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
-
-
-RUNNER = ("record", "box", "report", "compare", "run")  # each imports itself and those before it
-
-
-def test_folders_of_the_report_runner_import_one_way():
-    root = Path(nsa.__file__).parents[1] / "scripts" / "oneshot"
-    assert {p.parent.name for p in root.glob("*/__init__.py")} == set(RUNNER)
-    for path in root.glob("*/*.py"):
-        later = RUNNER[RUNNER.index(path.parent.name) + 1 :]
-        above = tuple(f"scripts.oneshot.{folder}" for folder in later)
-        assert not [name for name in imported(path) if name.startswith(above)], path
 
 
 EXAMPLES = ("attention", "cache", "kvcache", "layouts", "model", "module", "parallel")

@@ -1,13 +1,11 @@
 """The Triton route of selection_attention by ranges and blocks: right, without operations of
 PyTorch's and without a device wait, and from the second call on without a second look."""
 
-from __future__ import annotations
-
 import functools
+from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nsa
@@ -16,6 +14,7 @@ from nsa.kernels.triton_sel_kernel import selection_attention_triton
 from nsa.tests.helpers import (
     HOSTILE_RANGE_KINDS,
     RANGE_KINDS,
+    Watch,
     make_layer,
     make_qkv,
     make_ranges,
@@ -32,10 +31,7 @@ attend = functools.partial(nsa.selection_attention, **NAMED)
 @pytest.fixture
 def no_second_look(monkeypatch):
     """Make the long way of every later call fail."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("the call was looked at again")
-
+    refuse = mock.Mock(side_effect=AssertionError("the call was looked at again"))
     return lambda: monkeypatch.setattr(dispatch, "run", refuse)
 
 
@@ -119,22 +115,10 @@ def test_sorted_blocks_are_each_once_and_none_at_the_end(n, kernel_device):
     gen = torch.Generator().manual_seed(n)
     blocks = torch.randint(-2, max(n, 3), (5, 2, n), generator=gen)
     blocks[0, 0, 0], blocks[1, 1, 0] = 2**31 - 1, -(2**40) + 3
-    got = ascending(blocks.to(kernel_device)).tolist()
-    for row, mine in zip(blocks.flatten(0, 1).tolist(), sum(got, []), strict=True):
+    got = ascending(blocks.to(kernel_device)).flatten(0, 1).tolist()
+    for row, mine in zip(blocks.flatten(0, 1).tolist(), got, strict=True):
         chosen = sorted({x for x in row if 0 <= x < 2**31 - 1})
         assert mine == chosen + [-1] * (n - len(chosen))
-
-
-class Operations(TorchDispatchMode):
-    """The names of PyTorch's operations in the block."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self):
-        self.seen = []
-        return super().__enter__()
 
 
 MAKING = {"empty", "view", "_unsafe_view", "transpose", "alias", "detach", "fill_"}
@@ -147,7 +131,8 @@ def test_the_route_neither_waits_nor_cleans_in_pytorch(by, kernel_device, ranged
     merging ranges takes PyTorch thirty launches."""
     q, k, v, make = ranged
     ranges = make("overlap")
-    with Operations() as operations:
+    seen = set()
+    with Watch(lambda operation, _: seen.add(operation.overloadpacket.__name__)):
         if by == "ranges":
             attend(q, k, v, ranges=ranges)
         elif by == "wrapper":
@@ -157,7 +142,6 @@ def test_the_route_neither_waits_nor_cleans_in_pytorch(by, kernel_device, ranged
             cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=kernel_device)
             packed = dict(ranges=ranges[0], cu_seqlens=cu, max_seqlen=2)
             attend(q[0], k[0, :3], v[0, :3], **packed)
-    seen = set(operations.seen)
     assert not seen & {"sort", "cumsum", "cummax", "scatter_reduce", "nonzero", "unique_dim"}
     if by != "packed":
         assert seen <= MAKING | (INTERPRETING if kernel_device == "cpu" else set()), seen
@@ -189,24 +173,20 @@ def test_what_differs_is_looked_at_again(ranged, monkeypatch):
 
     assert [looks(q, k, v, ranges=ranges) for _ in range(3)] == [1, 0, 0]
     wide = k.transpose(1, 2).contiguous().transpose(1, 2)  # another layout of the same keys
+    other = Flags(triton_sel_force=True, sel_triton_block_l=16)
     for args, how in (
-        ((q, wide, v), {}), ((q, k, v), dict(softmax_scale=0.3)),
-        ((q, k, v), dict(flags=Flags(triton_sel_force=True, sel_triton_block_l=16))),
-        ((q.bfloat16(), k.bfloat16(), v.bfloat16()), {}),
-        ((q[:, :2], k, v), dict(ranges=ranges[:, :2])),
+        ((q, wide, v), {}), ((q, k, v), dict(softmax_scale=0.3)), ((q, k, v), dict(flags=other)),
+        ([x.bfloat16() for x in (q, k, v)], {}), ((q[:, :2], k, v), dict(ranges=ranges[:, :2])),
     ):  # fmt: skip
         assert looks(*args, **{"ranges": ranges, **how}) == 1
     with dispatch.trace() as taken:  # which wants to see the decision
         assert looks(q, k, v, ranges=ranges) == 1
     assert [d.route.value for d in taken] == ["triton"]
     assert looks(q.clone().requires_grad_(), k, v, ranges=ranges) == 1
-    with pytest.raises(TypeError, match="softmax_scale must be None or a number, got True"):
-        attend(q, k, v, ranges=ranges, softmax_scale=True)
-    assert looks(q, k, v, ranges=ranges, softmax_scale=1.0) == 1
-    with pytest.raises(TypeError, match="got True"):
-        attend(q, k, v, ranges=ranges, softmax_scale=True)
-    with pytest.raises(TypeError, match="softmax_scale must be None or a number"):
-        attend(q, k, v, ranges=ranges, softmax_scale=[1.0])
+    for scale in (True, [1.0], True):  # also once 1.0, which equals True, is settled
+        with pytest.raises(TypeError, match="softmax_scale must be None or a number, got"):
+            attend(q, k, v, ranges=ranges, softmax_scale=scale)
+        looks(q, k, v, ranges=ranges, softmax_scale=1.0)
 
 
 def test_tensors_that_begin_elsewhere_take_the_long_way_and_are_right(ranged):
@@ -229,21 +209,16 @@ def test_a_settled_call_that_fails_is_told_by_the_long_way(ranged, monkeypatch):
     call = lambda: attend(q, k, v, ranges=ranges)
     call()
 
-    def broken(*args, **kwargs):
-        raise RuntimeError("ptxas said no")
-
+    fails = lambda words: mock.Mock(side_effect=RuntimeError(words))
     with monkeypatch.context() as patch:
-        patch.setattr(in_place, "launch_planned", broken)
+        patch.setattr(in_place, "launch_planned", fails("ptxas said no"))
         with pytest.raises(RuntimeError, match="ptxas said no"):
             call()
     assert not settled._calls
     close_to(call(), q, k, v, ranges)
-
-    def gone(*args, **kwargs):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
+    gone = fails("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(in_place, "launch_planned", gone)
-    monkeypatch.setattr(dispatch, "run", broken)
+    monkeypatch.setattr(dispatch, "run", fails("looked at again"))
     with pytest.raises(RuntimeError, match="illegal memory"):  # of no use to try again
         call()
 

@@ -1,8 +1,6 @@
 """generate() of Transformers' models with NSA: an NSACache inside of the dynamic cache gives what
 all keys made anew at every step give."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -17,8 +15,9 @@ from nsa.tests.test_transformers import CACHE, learnt, make, tokens  # noqa: E40
 NEW = 13
 
 
-def padded(prompt: int = 21, pad: int = 9) -> dict[str, torch.Tensor]:
-    ids = tokens(2, prompt)
+def padded(pad: int = 9) -> dict[str, torch.Tensor]:
+    """Two prompts of 21 tokens, of which the second's first ones are padding."""
+    ids = tokens(2, 21)
     mask = torch.ones_like(ids)
     ids[1, :pad], mask[1, :pad] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
@@ -34,22 +33,19 @@ def generate(model, inputs, cache: bool, **more) -> torch.Tensor:
     ({}, 9, True), ({"num_beams": 3}, 9, False), ({"num_beams": 3}, 0, True),
     ({"do_sample": True, "num_return_sequences": 3}, 9, False),
     ({"prefill_chunk_size": 8}, 9, False), ({"prefill_chunk_size": 8}, 0, True),
+    ({"prompt_lookup_num_tokens": 10}, None, False), ({"assistant_model": None}, None, False),
 ], ids=str)  # fmt: skip
 def test_a_cache_changes_nothing(how, pad, plain):
-    model, inputs = make() if plain else learnt(), padded(pad=pad)
-    without = {name: x for name, x in how.items() if name != "prefill_chunk_size"}
-    want = generate(model, inputs, False, **without)
-    assert torch.equal(generate(model, inputs, True, **how), want)
-
-
-@pytest.mark.parametrize("drafts", ["prompt", "model"])
-def test_refused_drafts_change_nothing(drafts):
-    """Assisted decoding crops the cache after every round, here by up to ten tokens."""
-    model = learnt()
-    inputs = {"input_ids": tokens(1, 8).repeat(1, 4), "attention_mask": torch.ones(1, 32)}
-    want = generate(model, inputs, False)
-    how = {"prompt_lookup_num_tokens": 10}
-    if drafts == "model":
+    """Nor do drafts: assisted decoding crops the cache after every round, here by up to ten."""
+    model = make() if plain else learnt()
+    if pad is None:
+        inputs = {"input_ids": tokens(1, 8).repeat(1, 4), "attention_mask": torch.ones(1, 32)}
+        want = generate(model, inputs, False)
+    else:
+        inputs = padded(pad)
+        sampling = {name: x for name, x in how.items() if name != "prefill_chunk_size"}
+        want = generate(model, inputs, False, **sampling)
+    if "assistant_model" in how:
         helper = learnt()
         helper.generation_config.num_assistant_tokens = 10
         helper.generation_config.assistant_confidence_threshold = 0.0
@@ -128,6 +124,9 @@ def test_a_changed_cache_is_as_one_made_anew(pad, change, new):
     assert all(layer.nsa is not None for layer in cache.layers)  # at once, or filled anew
 
 
+pairs = lambda a, b: ((a.keys, b.keys), (a.values, b.values))
+
+
 def test_others_see_keys_and_values():
     """As a dynamic cache has them: [B, G, N, D], and by itself again where gradients are taken or
     another implementation attends."""
@@ -138,7 +137,7 @@ def test_others_see_keys_and_values():
         model(ids, attention_mask=mask, **{CACHE: plain})
     assert type(plain.layers[0]).__name__ == "DynamicLayer"
     for ours, theirs in zip(cache.layers, plain.layers, strict=True):
-        for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        for a, b in pairs(ours, theirs):
             assert a.shape == b.shape
             torch.testing.assert_close(a[0], b[0])
             torch.testing.assert_close(a[1, :, 9:], b[1, :, 9:])
@@ -180,7 +179,7 @@ def test_fp8_keys_stand_for_those_of_a_plain_cache():
     assert ours.nsa.k_cmp.dtype == ours.nsa.v_win.dtype == fp8.E4M3
     ours.leave()
     one = torch.ones(2, theirs.keys.shape[2])
-    for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+    for a, b in pairs(ours, theirs):
         want = fp8.dequantize(fp8.quantize(b, one), one, b.dtype)
         assert torch.equal(a[0, :, :21], want[0, :, :21])
         assert torch.equal(a[1, :, 9:21], want[1, :, 9:21])
@@ -217,7 +216,5 @@ def test_a_step_on_a_gpu_appends_in_one_launch(plain, stored, kernel_device):
             assert counts.get("_decode_append_kernel", 0) == (2 if at else 0)  # one a layer
             torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
     for name in ("k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw", "lens"):
-        of_triton, of_pytorch = (
-            fp8.as_bytes(getattr(cache.layers[0].nsa, name)) for cache in caches
-        )
-        assert torch.equal(of_triton, of_pytorch), name
+        made = (fp8.as_bytes(getattr(cache.layers[0].nsa, name)) for cache in caches)
+        assert torch.equal(*made), name

@@ -1,7 +1,5 @@
 """torch.func on the public functions and a layer: right, or refused by name; and nested tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,10 +16,12 @@ CONFIG = NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n
 ALL = tuple(range(8))
 
 
-def inputs(
-    seed: int, S: int = 40, dtype: torch.dtype = torch.float64, device: str = "cpu"
-) -> list[Tensor]:
+def inputs(seed, S=40, dtype=torch.float64, device="cpu") -> list[Tensor]:
     return make_layer(S, dtype=dtype, device=device, seed=seed)
+
+
+def stack(samples) -> list[Tensor]:
+    return [torch.stack(x) for x in zip(*samples, strict=True)]
 
 
 def gradients(loss, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -35,7 +35,7 @@ def test_gradients_and_batches_are_those_of_the_plain_call(backend):
     samples = [inputs(1), inputs(2)]
     want = [gradients(loss, one) for one in samples]
     torch.testing.assert_close(torch.func.grad(loss, ALL)(*samples[0]), want[0])
-    stacked = [torch.stack(x) for x in zip(*samples, strict=True)]
+    stacked = stack(samples)
     values = torch.vmap(loss)(*stacked)
     torch.testing.assert_close(values, torch.stack([loss(*one) for one in samples]))
     each = torch.vmap(torch.func.grad(loss, ALL))(*stacked)
@@ -66,26 +66,17 @@ def test_nested_transforms():
 
 
 def test_the_branches_under_vmap():
-    q, k_cmp, v_cmp, k, v, *_ = [torch.stack(x) for x in zip(inputs(1), inputs(2), strict=True)]
-    blocks = {n: SIZES[n] for n in ("l", "d", "l_sel", "n_sel")}
-    choose = lambda q, k: nsa.select_blocks(q, k, **blocks)
+    q, k_cmp, v_cmp, k, v, *_ = stack([inputs(1), inputs(2)])
+    sizes = {n: SIZES[n] for n in ("l", "d", "l_sel", "n_sel")}
+    choose = lambda q, k: (nsa.select_blocks(q, k, **sizes),)
+    (blocks,) = torch.vmap(choose)(q, k_cmp)
     for call, *tensors in (
-        (lambda q, k, v: nsa.compressed_attention(q, k, v, l=8, d=4), q, k_cmp, v_cmp),
-        (choose, q, k_cmp),
-        (lambda q, k, v: nsa.sliding_attention(q, k, v, window=9), q, k, v),
-    ):
-        want = [call(*(x[i] for x in tensors)) for i in (0, 1)]
-        got = torch.vmap(call)(*tensors)
-        for i in (0, 1):
-            torch.testing.assert_close(
-                [x[i] for x in got] if isinstance(got, tuple) else got[i],
-                list(want[i]) if isinstance(got, tuple) else want[i],
-            )
-    chosen = torch.vmap(choose)(q, k_cmp)
-    attend = lambda q, k, v, blocks: nsa.selection_attention(q, k, v, blocks, block_size=8)
-    torch.testing.assert_close(
-        torch.vmap(attend)(q, k, v, chosen)[1], attend(q[1], k[1], v[1], chosen[1])
-    )
+        (lambda *x: nsa.compressed_attention(*x, l=8, d=4), q, k_cmp, v_cmp), (choose, q, k_cmp),
+        (lambda *x: (nsa.sliding_attention(*x, window=9),), q, k, v),
+        (lambda *x: (nsa.selection_attention(*x, block_size=8),), q, k, v, blocks),
+    ):  # fmt: skip
+        want = stack(call(*(x[i] for x in tensors)) for i in (0, 1))
+        torch.testing.assert_close(list(torch.vmap(call)(*tensors)), want)
 
 
 def test_what_comes_beside_the_output_is_the_same():
@@ -109,16 +100,16 @@ def test_packs_are_refused_under_vmap():
         torch.vmap(lambda *x: nsa_attention(*x, cu_seqlens=cu_seqlens, **SIZES))(*packed)
 
 
-@pytest.mark.parametrize("transform", [torch.vmap, lambda run: torch.func.grad(
-    lambda x: run(x).sum())], ids=["vmap", "grad"])  # fmt: skip
 @pytest.mark.parametrize("call", ["step", "prefill"])
-def test_a_cache_is_refused_under_transforms(call, transform):
+def test_a_cache_is_refused_under_transforms(call):
     """Its steps have no gradient, and a kernel that failed there would not be tried again."""
-    layer = NSAAttention(CONFIG)
+    layer, x = NSAAttention(CONFIG), randn(3, 1, 2, CONFIG.dim, seed=1)
     run = lambda x: getattr(layer, call)(x, layer.make_cache(1, 9))
-    x = randn(3, 1, 2, CONFIG.dim, seed=1)
-    with pytest.raises(NotImplementedError, match="a cache takes no tokens under torch.func"):
-        transform(run)(x if transform is torch.vmap else x[0])
+    words = "a cache takes no tokens under torch.func"
+    assert_raises(
+        (NotImplementedError, words, lambda: torch.vmap(run)(x)),
+        (NotImplementedError, words, lambda: torch.func.grad(lambda x: run(x).sum())(x[0])),
+    )
 
 
 def test_decode_under_transforms():
@@ -151,14 +142,10 @@ def test_kernels_under_transforms(kernel_device):
     how = {**SIZES, "l_sel": 16, "backend": "triton", "flags": TRITON}
     loss = lambda *x: nsa_attention(*x, **how).float().square().sum()
     samples = [inputs(i, 20, torch.float16, kernel_device) for i in (1, 2)]
-    stacked = [torch.stack(x) for x in zip(*samples, strict=True)]
-    each = torch.vmap(torch.func.grad(loss, ALL))(*stacked)
+    each = torch.vmap(torch.func.grad(loss, ALL))(*stack(samples))
     for i, one in enumerate(samples):
         for a, b in zip(each, gradients(loss, one), strict=True):
             torch.testing.assert_close(a[i], b, atol=2e-3, rtol=2e-3)
-
-
-# ---- nested tensors ------------------------------------------------------------------------------
 
 
 def jagged(*lengths: int) -> Tensor:
@@ -170,10 +157,8 @@ def jagged(*lengths: int) -> Tensor:
 def test_a_jagged_tensor_is_a_pack(kind):
     layer, x = kind(CONFIG), jagged(40, 7, 23)
     got = layer(x)
-    want = [layer(part[None])[0] for part in x.unbind()]
     assert got.is_nested and got.layout is torch.jagged
-    for a, b in zip(got.unbind(), want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(list(got.unbind()), [layer(part[None])[0] for part in x.unbind()])
     got.values().square().sum().backward()
     assert x.grad.is_nested and x.grad.values().abs().sum() > 0
 
@@ -182,8 +167,7 @@ def test_jagged_tokens_of_a_model():
     model = NSALanguageModel(CONFIG, 50, 2)
     parts = [torch.arange(n) % 50 for n in (31, 12)]
     got = model(torch.nested.nested_tensor(parts, layout=torch.jagged))
-    for a, part in zip(got.unbind(), parts, strict=True):
-        torch.testing.assert_close(a, model(part[None])[0])
+    torch.testing.assert_close(list(got.unbind()), [model(part[None])[0] for part in parts])
 
 
 def test_other_nested_tensors_are_refused():

@@ -1,8 +1,6 @@
 """What a query does not see changes neither its output nor the gradient of its q, NaN included:
 0 * NaN is NaN, so a probability of 0 does not keep such a value out of a product."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from itertools import pairwise
@@ -14,7 +12,8 @@ import nsa
 from nsa import oracle
 from nsa.blocks import num_compressed
 from nsa.tests.cases import BF16, F16, F32, ends_of
-from nsa.tests.helpers import TRITON, deterministic, make_block_indices, make_qkv, randn
+from nsa.tests.helpers import TRITON, deterministic, make_block_indices, make_layer, make_qkv, randn
+from nsa.tests.oracle_numbers import NAMES
 
 L, D, L_SEL, W = 8, 4, 16, 9
 S = 41  # not whole tiles of queries
@@ -22,30 +21,23 @@ BAD = NAN, INF, LARGE = [math.nan, math.inf, 60000.0]
 ROUTES = ["reference", "sdpa"]
 
 
-def routes(names: str, pytorchs: list, tritons: list):
-    """Parametrise `backend` and `names`: each of PyTorch's routes, and Triton's kernels."""
-    listed = lambda case: case if isinstance(case, tuple) else (case,)
-    on = lambda backend, cases, marks=(): [
-        pytest.param(
-            backend, *getattr(c, "values", listed(c)), marks=[*marks, *getattr(c, "marks", ())]
-        )
-        for c in cases
-    ]
-    triton = on("triton", tritons, [pytest.mark.kernel])
-    return pytest.mark.parametrize(
-        f"backend, {names}", [*on("reference", pytorchs), *on("sdpa", pytorchs), *triton]
-    )
+def routes(names, pytorchs, tritons, kernels=()):
+    """Parametrise `backend` and `names`: each of PyTorch's routes, Triton's, and its kernels by
+    themselves."""
+    cases = [*(("triton", x) for x in tritons), *(("kernels", x) for x in kernels)]
+    marks = lambda x: [pytest.mark.kernel, *getattr(x, "marks", ())]
+    triton = [pytest.param(by, *getattr(x, "values", x), marks=marks(x)) for by, x in cases]
+    plain = [(backend, *x) for backend in ROUTES for x in pytorchs]
+    return pytest.mark.parametrize(f"backend, {names}", plain + triton)
 
 
 @pytest.fixture
 def where(backend: str, request: pytest.FixtureRequest) -> dict:
-    """dtype and device of a route; the kernels' own in 16 bits."""
-    if backend != "triton":
+    """dtype and device of a route; the kernels' own in 16 bits, those named so in fp32."""
+    if backend in ROUTES:
         return dict(dtype=F32, device="cpu")
-    return dict(dtype=F16, device=request.getfixturevalue("kernel_device"))
-
-
-# ---- which keys a query sees, by the definitions -------------------------------------------------
+    dtype = F32 if backend == "kernels" else F16
+    return dict(dtype=dtype, device=request.getfixturevalue("kernel_device"))
 
 
 def sees_window(S, N, start=0):
@@ -68,9 +60,6 @@ def sees_blocks(blocks, N, start=0):
     return sees_ranges(oracle.blocks_to_ranges(blocks, L_SEL, start), N)
 
 
-# ---- the check -----------------------------------------------------------------------------------
-
-
 def outcome(run, *tensors):
     """Output, and gradients of all tensors."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
@@ -90,17 +79,15 @@ def check(run, tensors, sees, places, bad):
     sees [(B,) S, (G,) N] of keys. Who sees none of the rows is what it was; if nobody does, the
     gradients of k and v are as well. Who sees one is not finite.
     """
-    was, (q, k, _) = outcome(run, *tensors), tensors
-    seeing = [who_sees(at, q, k, sees) for at in places]
+    was, (q, k, v) = outcome(run, *tensors), tensors
+    seeing = [(at, who_sees(at, q, k, sees)) for at in places]
     for seen in (False, True):
-        together = [i for i, x in enumerate(seeing) if x.any() == seen]
+        together = [(at, rows) for at, rows in seeing if rows.any() == seen]
         for names in (("k", "v") if seen else ("kv",)) if together else ():
-            x = dict(zip("qkv", tensors, strict=True))
-            for name in names:
-                x[name] = x[name].clone()
-                for i in together:
-                    x[name][places[i]] = bad
-            anywhere = torch.stack([seeing[i] for i in together]).any(0)
+            x = {name: t.clone() for name, t in zip("qkv", (q, k, v), strict=True)}
+            for name, (at, _) in itertools.product(names, together):
+                x[name][at] = bad
+            anywhere = torch.stack([rows for _, rows in together]).any(0)
             compare(outcome(run, *x.values()), was, anywhere, k.shape[-2], names, bad)
 
 
@@ -134,9 +121,6 @@ def compare(now, was, seeing, groups, name, bad):
             assert rows(now[1], seeing).isnan().any(-1).all()
 
 
-# ---- branches ------------------------------------------------------------------------------------
-
-
 def inputs(N, *, B=1, dtype=F32, device="cpu", packed=False, h=2, S=S):
     q, k, v = make_qkv(B, S, 2 * h, 2, 16, Skv=N, dtype=dtype, device=device, seed=N)
     return (q[0], k[0], v[0]) if packed else (q, k, v)
@@ -144,18 +128,18 @@ def inputs(N, *, B=1, dtype=F32, device="cpu", packed=False, h=2, S=S):
 
 def branch(name, backend, **how):
     """Of q, k and v; in fp32 the routes do not take the kernels of spans, which serve it."""
+    cmp, win = nsa.compressed_attention, nsa.sliding_attention
     if backend == "kernels":
         from nsa.kernels.prefill import compressed_attention_triton as cmp
         from nsa.kernels.prefill import sliding_attention_triton as win
     else:
-        cmp, win, how = nsa.compressed_attention, None, dict(how, backend=backend, flags=TRITON)
+        how = dict(how, backend=backend, flags=TRITON)
     if name == "compressed":
-        return lambda q, k, v: cmp(q, k, v, l=L, d=D, **how)[0]
+        return lambda *x: cmp(*x, l=L, d=D, **how)[0]
     if name == "sliding":
-        if win is None:
-            return lambda q, k, v: nsa.sliding_attention(q, k, v, window=W, **how)
-        return lambda q, k, v: win(q, k, v, window=W, **how)[0]
-    return lambda q, k, v: nsa.selection_attention(q, k, v, **how)
+        first = lambda out: out[0] if isinstance(out, tuple) else out
+        return lambda *x: first(win(*x, window=W, **how))
+    return lambda *x: nsa.selection_attention(*x, **how)
 
 
 def causal_ranges(S, N, seed=0):
@@ -172,28 +156,27 @@ def branch_case(backend, name, dtype=F32, device="cpu", h=2):
     behind the end, and another sequence of the batch."""
     how, every = dict(dtype=dtype, device=device, h=h), slice(None)
     later, middle = (every, slice(-1, None)), (every, slice(20, 21))
+    last = (every, slice(S - 1, S))
     if name == "sliding":
-        run = branch("sliding", backend)
-        return run, inputs(S, B=2, **how), sees_window(S, S), [later, middle, (1,)]
-    if name == "sliding chunk":  # of a longer sequence
-        run = branch("sliding", backend, q_start=S - 6)
-        x, sees = inputs(S, B=1, S=6, **how), sees_window(6, S, S - 6)
-        return run, x, sees, [later, (every, slice(30, 31))]
-    if name == "compressed":
+        case = {}, inputs(S, B=2, **how), sees_window(S, S), [later, middle, (1,)]
+    elif name == "sliding chunk":  # of a longer sequence
+        name, places = "sliding", [later, (every, slice(30, 31))]
+        case = dict(q_start=S - 6), inputs(S, B=1, S=6, **how), sees_window(6, S, S - 6), places
+    elif name == "compressed":
         n = num_compressed(S, L, D)
         places = [(every, slice(n, None)), (every, slice(n - 1, n)), (1,)]
-        x = inputs(n + 2, B=2, **how)
-        return branch("compressed", backend), x, sees_compressed(S, n + 2), places
-    stale = (every, slice(S, None))
-    if name == "blocks":
+        case = {}, inputs(n + 2, B=2, **how), sees_compressed(S, n + 2), places
+    elif name == "blocks":
         blocks = make_block_indices("random", 2, S, 2, 2, L_SEL, seed=1)
-        run = branch(name, backend, block_indices=blocks.to(device), block_size=L_SEL)
-        places = [stale, (every, slice(S - 1, S)), middle, (1,)]
-        return run, inputs(S + 5, B=2, **how), sees_blocks(blocks, S + 5), places
-    n = 12  # the last queries of so many keys
-    ranges = causal_ranges(n, S)
-    run = branch(name, backend, ranges=ranges.to(device))
-    return run, inputs(S + 5, B=1, S=n, **how), sees_ranges(ranges, S + 5), [stale, middle, later]
+        more = dict(block_indices=blocks.to(device), block_size=L_SEL)
+        places = [(every, slice(S, None)), last, middle, (1,)]
+        case = more, inputs(S + 5, B=2, **how), sees_blocks(blocks, S + 5), places
+    else:
+        ranges = causal_ranges(12, S)  # of the last queries of so many keys
+        more, x = dict(ranges=ranges.to(device)), inputs(S + 5, B=1, S=12, **how)
+        case = more, x, sees_ranges(ranges, S + 5), [(every, slice(S, None)), middle, later]
+    more, *rest = case
+    return branch(name, backend, **more), *rest
 
 
 CU = [0, 17, 17, 33]  # and rows of no sequence behind
@@ -243,14 +226,10 @@ def case_of(backend, name, **how):
     [*itertools.product(BRANCHES + PACKED, BAD)],
     [*((name, NAN) for name in BRANCHES + PACKED), ("sliding", LARGE), ("compressed", INF),
      ("ranges", INF), pytest.param("blocks", INF, marks=pytest.mark.nightly)],
+    [*((name, NAN) for name in BRANCHES[:3]), ("sliding", LARGE)],
 )  # fmt: skip
 def test_branches(backend, name, bad, where):
     check(*case_of(backend, name, **where), bad)
-
-
-@pytest.mark.parametrize("name, bad", [*((name, NAN) for name in BRANCHES[:3]), ("sliding", LARGE)])
-def test_spans_of_triton_in_fp32(name, bad, kernel_device):
-    check(*case_of("kernels", name, dtype=F32, device=kernel_device), bad)
 
 
 @pytest.mark.parametrize("two_passes", [False, True])
@@ -314,14 +293,15 @@ def test_a_query_that_is_no_number_tells(backend, name, n, bad, where):
     first = torch.zeros(1, n, 2, 1, dtype=torch.int32, device=q.device)
     spans = torch.stack([first, first + torch.arange(1, n + 1).to(first)[:, None, None]], -1)
     how = dict(backend=backend, flags=TRITON)
-    out = {
-        "sliding": lambda: nsa.sliding_attention(q, k, v, window=W, **how),
-        "compressed": lambda: nsa.compressed_attention(q, k, v, l=1, d=1, **how)[0],
-        "blocks": lambda: nsa.selection_attention(
-            q, k, v, block_indices=first, block_size=L_SEL, **how
-        ),
-        "ranges": lambda: nsa.selection_attention(q, k, v, ranges=spans, **how),
-    }[name]()
+    if name == "sliding":
+        out = nsa.sliding_attention(q, k, v, window=W, **how)
+    elif name == "compressed":
+        out, _ = nsa.compressed_attention(q, k, v, l=1, d=1, **how)
+    else:
+        given = (
+            dict(ranges=spans) if name == "ranges" else dict(block_indices=first, block_size=L_SEL)
+        )
+        out = nsa.selection_attention(q, k, v, **given, **how)
     assert not out[:, 0].isfinite().any() and out[:, 1:].isfinite().all()
 
 
@@ -330,11 +310,10 @@ def test_lse_is_that_of_the_seen_keys(backend, name):
     """It is what blocks are chosen by: values have no part in it."""
     n = num_compressed(S, L, D)
     x = dict(zip("qkv", inputs(n), strict=True))
-    lse_of = lambda q, k, v: nsa.compressed_attention(q, k, v, l=L, d=D, backend=backend)[1]
-    was = lse_of(**x)
-    x[name] = x[name].clone()
+    lse_of = lambda: nsa.compressed_attention(*x.values(), l=L, d=D, backend=backend)[1]
+    was = lse_of()
     x[name][:, -1] = NAN
-    now, last = lse_of(**x), sees_compressed(S, n)[:, -1]
+    now, last = lse_of(), sees_compressed(S, n)[:, -1]
     torch.testing.assert_close(now[:, ~last], was[:, ~last])
     assert now[:, last].isnan().all() if name == "k" else torch.equal(now, was)
 
@@ -356,9 +335,6 @@ def test_choice_of_blocks(backend, bad, where):
         assert torch.equal(nsa.select_blocks(q, bad_k, **how)[:, blind], was[:, blind]), row
 
 
-# ---- the whole -----------------------------------------------------------------------------------
-
-
 def layer(dtype=F32, device="cpu", B=2, h=2):
     """What nsa_attention takes, buffers of compressed and selected keys longer than seen."""
     n = num_compressed(S, L, D)
@@ -372,7 +348,7 @@ def whole(tensors, backend):
     return outcome(lambda *x: nsa.nsa_attention(*x, **how), *tensors)
 
 
-@routes("bad", BAD, [NAN])
+@routes("bad", [(bad,) for bad in BAD], [(NAN,)])
 def test_attention(backend, bad, where):
     tensors, tol = layer(**where), 4e-3 if backend == "triton" else 1e-5
     n, was = num_compressed(S, L, D), whole(tensors, backend)
@@ -404,8 +380,7 @@ def test_a_query_of_nan_that_sees_nothing():
     assert not out.any() and lse.isneginf().all()
 
 
-# Kernels ask whether any gate is negative.
-GATES = [((INF, NAN),), ((-INF,),)]
+GATES = [((INF, NAN),), ((-INF,),)]  # kernels ask whether any gate is negative
 
 
 @routes("odd", GATES, GATES)
@@ -426,7 +401,7 @@ def test_gates_that_are_no_numbers(backend, odd, where):
     close(now[8], was[8], tol)
 
 
-@pytest.mark.parametrize("name", ["k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"])
+@pytest.mark.parametrize("name", NAMES[1:-1])
 @pytest.mark.parametrize("h", [pytest.param(16, marks=pytest.mark.core), 4])
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_at_a_gpus_sizes(packed, h, name, kernel_device):
@@ -435,11 +410,8 @@ def test_attention_at_a_gpus_sizes(packed, h, name, kernel_device):
         pytest.skip("a GPU's size")
     n, l, d = 700, 32, 16
     n_cmp = num_compressed(n, l, d)
-    shapes = dict.fromkeys(("k_cmp", "v_cmp"), (n_cmp, 2, 128))
-    shapes |= dict.fromkeys(("k_sel", "v_sel", "k_win", "v_win"), (n, 2, 128))
-    shapes |= dict(q=(n, 2 * h, 128), gates=(n, 2 * h, 3))
-    kw = dict(dtype=BF16, device=kernel_device)
-    x = {m: randn(2, *s, seed=i, **kw) for i, (m, s) in enumerate(shapes.items())}
+    kw = dict(l=l, d=d, B=2, dtype=BF16, device=kernel_device)
+    x = dict(zip(NAMES, make_layer(n, 2 * h, 2, 128, **kw), strict=True))
     last = (n_cmp - 1) * d + l - 1 if "cmp" in name else n - 1  # the first token that sees it
     how = dict(cu_seqlens=ends_of([n, n], kernel_device), max_seqlen=n) if packed else {}
 
@@ -489,24 +461,6 @@ def test_decode_of_several_tokens(team, kernel_device, monkeypatch):
         assert now[0, seen_from:].isnan().all(), i
 
 
-# ---- what kernels are given instead of such values -----------------------------------------------
-
-
-@pytest.mark.parametrize("bad", BAD[:2])
-@pytest.mark.parametrize("shape, dv", [((1, 70, 2, 24), 24), ((50, 1, 16), 48)], ids=str)
-def test_keys_tell_of_their_values(shape, dv, bad, kernel_device):
-    from nsa.kernels.prefill.marked_keys import marked
-
-    make = lambda d: randn(*shape[:-1], d, seed=d, dtype=F16, device=kernel_device)
-    k, v = make(shape[-1]), make(dv)
-    odd = torch.zeros(shape[:-1], dtype=torch.bool, device=kernel_device)
-    odd.view(-1)[[0, 17, -1]] = True
-    v[..., 5] = v[..., 5].masked_fill(odd, bad)
-    new_k, new_v = marked(k, v)
-    assert torch.equal(new_k[~odd], k[~odd]) and torch.equal(new_v[~odd], v[~odd])
-    assert new_k[odd].isnan().all() and (new_v[odd] == 0).all()
-
-
 @pytest.mark.parametrize("dtype", [F16, F32])
 def test_a_backward_takes_finite_keys_and_values(dtype, kernel_device):
     from nsa.kernels.prefill.marked_keys import keys_for_backward, values_for_backward
@@ -515,6 +469,5 @@ def test_a_backward_takes_finite_keys_and_values(dtype, kernel_device):
     x[0, 3, 1, :3] = torch.tensor([NAN, INF, -INF])
     most = torch.finfo(dtype).max
     for given in (x, x.transpose(1, 2)):
-        finite = lambda most, given=given: torch.nan_to_num(given, 0.0, most, -most)
-        assert torch.equal(keys_for_backward(given), finite(most))
-        assert torch.equal(values_for_backward(given), finite(0.0))
+        assert torch.equal(keys_for_backward(given), torch.nan_to_num(given, 0.0, most, -most))
+        assert torch.equal(values_for_backward(given), torch.nan_to_num(given, 0.0, 0.0, 0.0))

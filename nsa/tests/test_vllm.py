@@ -6,8 +6,6 @@ of its own, with a wheel for GPUs as well: of its compiled CPU functions the thr
 calls are written in PyTorch below.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import inspect
@@ -83,9 +81,6 @@ def engine_config(folder, **settings):
     ).create_engine_config()
 
 
-# ---- interfaces ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ours, base", [
     (integration.NSABackend, interface.AttentionBackend),
     (integration.NSAMetadataBuilder, interface.AttentionMetadataBuilder),
@@ -127,9 +122,6 @@ def test_graphs_are_of_steps_that_the_fused_one_serves(folder):
     )
     assert ask("bfloat16") == interface.AttentionCGSupport.UNIFORM_BATCH
     assert ask("float32") == interface.AttentionCGSupport.NEVER
-
-
-# ---- batches as a runner makes them --------------------------------------------------------------
 
 
 class Runner:
@@ -199,14 +191,9 @@ class Runner:
 
     def expected(self) -> Tensor:
         k, v = self.data["k"].chunk(3, 2), self.data["v"].chunk(3, 2)
-        if isinstance(self.phi[0], MLPCompression):
-            cmp = [phi(x).detach() for phi, x in zip(self.phi, (k[0], v[0]), strict=True)]
-        else:
-            cmp = [oracle.compress_mean(x, C.l, C.d) for x in (k[0], v[0])]
-        sizes = C.sizes()
-        return oracle.nsa_attention(
-            self.data["q"], *cmp, k[1], v[1], k[2], v[2], self.data["gates"], **sizes
-        )
+        cmp = [phi(x).detach() for phi, x in zip(self.phi, (k[0], v[0]), strict=True)]
+        q, gates = self.data["q"], self.data["gates"]
+        return oracle.nsa_attention(q, *cmp, k[1], v[1], k[2], v[2], gates, **C.sizes())
 
 
 def close(got, want):
@@ -294,9 +281,6 @@ def test_without_metadata_nothing_is_attended(config):
     assert not runner.layer.impl.forward(None, attn_metadata=None, output=out, **none).any()
 
 
-# ---- what is not served --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name, value", [
     ("alibi_slopes", [1.0]), ("sliding_window", 64), ("logits_soft_cap", 30.0),
     ("attn_type", interface.AttentionType.ENCODER_ONLY),
@@ -354,9 +338,6 @@ def test_what_is_no_such_model_is_not_saved(tmp_path):
         (TypeError, "NSALanguageModel, got Linear", save(torch.nn.Linear(2, 2), 9)),
         (ValueError, "max_len must be at least 1, got 0", save(make_model(), 0)),
     )
-
-
-# ---- the engine ----------------------------------------------------------------------------------
 
 
 def prompts() -> list[list[int]]:
