@@ -359,6 +359,18 @@ def test_steps_in_a_row_end_where_the_step_stands_and_emit_once(bench_step, monk
     assert step.cache.lens.tolist() == [41, 41]
 
 
+def test_a_cache_at_another_length_is_judged_at_it(bench_step):
+    _, step = bench_step
+    case = bench_decode.total_case(step, {})
+    short = decode_graph.other_length(41)
+    assert short == 27 and decode_graph.other_length(1) == decode_graph.other_length(2) == 1
+    with step.at(short):
+        assert step.cache.lens.tolist() == [27, 27]
+        prove(case, case.candidate, 5, "shorter")
+    assert step.S == step.cache.length == 41
+    prove(case, case.candidate, 6, "as before")
+
+
 def test_big_batches_are_judged_by_the_reference(bench_step, monkeypatch):
     """The vectorised fp64 truth agrees with the oracle's: branches, the choice, dense."""
     _, step = bench_step
@@ -372,6 +384,12 @@ def test_big_batches_are_judged_by_the_reference(bench_step, monkeypatch):
     chosen[1, 0, 1] = torch.tensor([0, 3, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="sequence 1, group 1 chose blocks"):
         step.total_truth(chosen)
+
+
+def test_filling_in_chunks_reads_the_same(monkeypatch):
+    whole = Step(make(), 2, 41).counted
+    monkeypatch.setattr("bench.decode_step.FILL_TOKENS", 22)
+    assert Step(make(), 2, 41).counted == whole
 
 
 def test_a_preset_runs_its_cells(monkeypatch, tmp_path, capsys, one_thread):
