@@ -297,8 +297,8 @@ def some_calls() -> Iterator[Call]:
     sizes, heads = [(64, 64), (128, 128), (192, 128)], (2, 4, 12, 16)
     for size, h, packed in itertools.product(sizes, heads, (False, True)):
         yield prefill, (LONG, h, *size, BF16, packed, 64, None, False)
-    for l_sel, use, fixed in [(16, None, False), (128, None, False), (64, False, False),
-                              (64, None, True)]:  # fmt: skip
+    for l_sel, use, fixed in [(16, None, False), (32, None, False), (128, None, False),
+                              (64, False, False), (64, None, True)]:  # fmt: skip
         yield prefill, (16 * l_sel + 64, 16, 128, 128, BF16, False, l_sel, use, fixed)
     for packed in (False, True):  # where each query chooses all blocks
         yield prefill, (256, 16, 128, 128, BF16, packed, 64, None, False)
