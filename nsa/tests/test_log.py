@@ -14,7 +14,9 @@ from nsa.log import enabled, log, once, timed
 ON = Flags(debug_log=True)
 
 
-def test_line_form(capsys):
+def test_line_form_and_nothing_by_default(capsys):
+    log("sel.triton.fallback", reason="dtype")
+    assert capsys.readouterr() == ("", "")
     log("sel.triton.fallback", flags=ON, reason="below_min_L", L=96, ms=0.12345678, s=[1, 2],
         error="two\nlines here")  # fmt: skip
     assert capsys.readouterr().err == (
@@ -23,25 +25,19 @@ def test_line_form(capsys):
     )
 
 
-def test_off_by_default(capsys):
-    log("sel.triton.fallback", reason="dtype")
-    assert capsys.readouterr() == ("", "")
+TAGS = {
+    "debug_log": ["sel.triton.fallback", "fa2.fallback", "sel.triton.reads"],
+    "debug_timing": ["sel.triton.bucket_timing", "sel.path"],
+    "debug_shapes": ["sel.triton.shapes"],
+    "debug_compare": ["sel.triton.compare"],
+}
 
 
-@pytest.mark.parametrize(
-    ("tag", "field"),
-    [
-        ("sel.triton.fallback", "debug_log"), ("fa2.fallback", "debug_log"),
-        ("sel.triton.reads", "debug_log"), ("sel.triton.bucket_timing", "debug_timing"),
-        ("sel.path", "debug_timing"), ("sel.triton.shapes", "debug_shapes"),
-        ("sel.triton.compare", "debug_compare"),
-    ],
-)  # fmt: skip
-def test_each_debug_flag_suffices_for_its_own_tags(tag, field):
-    others = [f for f in ("debug_log", "debug_timing", "debug_shapes", "debug_compare")
-              if f != field]  # fmt: skip
-    assert enabled(tag, Flags(**{field: True}))
-    assert not enabled(tag, Flags(**{f: True for f in others}))
+@pytest.mark.parametrize("field", TAGS)
+def test_each_debug_flag_suffices_for_its_own_tags(field):
+    others = Flags(**dict.fromkeys(TAGS.keys() - {field}, True))
+    for tag in TAGS[field]:
+        assert enabled(tag, Flags(**{field: True})) and not enabled(tag, others)
 
 
 def test_no_time_is_taken_while_a_graph_is_captured(monkeypatch, capsys):
@@ -85,7 +81,7 @@ def test_launch_recordings_nest_and_count_only_their_block():
     assert launches.counts() == {"a": 3, "b": 2}
 
 
-def test_a_recording_that_ends_takes_no_other_of_like_content_with_it():
+def test_a_recording_that_ends_takes_no_like_one_with_it():
     with launches.recording() as outer:
         with launches.recording() as inner:
             launches.bump("a", library=True)
