@@ -25,11 +25,8 @@ def stages(profile):
 
 
 def cells(*stages):
-    return [
-        cell
-        for stage in stages
-        for cell in bench_sel_triton.cells(bench_sel_triton.parse(list(stage.argv[2:])))
-    ]
+    parsed = [bench_sel_triton.parse(list(stage.argv[2:])) for stage in stages]
+    return [cell for args in parsed for cell in bench_sel_triton.cells(args)]
 
 
 @pytest.mark.parametrize("profile", MINUTES)
@@ -42,14 +39,11 @@ def test_estimates_fit_the_profile_and_limits_leave_room(profile):
 @pytest.mark.parametrize("profile", ["standard", "full"])
 def test_the_threshold_gets_enough_lengths_of_every_distribution(profile):
     planned = stages(profile)
-    needs = planned["threshold"].needs
-    assert needs == ("sel_route.csv",)
-    assert {c.mode for c in cells(planned["sel_route"])} == {"route"}
-    writers = [s for s in planned.values() if set(s.outputs) & set(needs)]
-    assert {o for s in writers for o in s.outputs} == set(needs)
+    assert planned["threshold"].needs == planned["sel_route"].outputs == ("sel_route.csv",)
     order = list(planned)
-    assert all(order.index(s.id) < order.index("threshold") for s in writers)
-    found = cells(*writers)
+    assert order.index("sel_route") < order.index("threshold")
+    found = cells(planned["sel_route"])
+    assert {c.mode for c in found} == {"route"}
     lengths = {dist: {c.L for c in found if c.dist == dist} for dist in ("few", "many", "mixed")}
     assert all(len(x) >= MIN_LENGTHS for x in lengths.values())
     assert len(set(map(frozenset, lengths.values()))) == 1
@@ -134,12 +128,11 @@ def test_single_values_and_the_default_still_work():
 
 def test_fa2_default_lengths_can_carry_a_minimum_in_both_branches():
     args = bench_fa2.parse([])
-    rows = [
-        (f"f:{S}", {"branch": branch, "S": str(S), "w": str(args.w), "l": str(args.l),
-                    "d": str(args.d), "status": "VALID", "device": "x", "speedup": "1.3",
-                    "ci_low": "1.3", "ci_high": "1.4", "parity": "PASS", "path": "fa2_torch"})
-        for S in args.S_list for branch in args.branches
-    ]  # fmt: skip
+    row = {"w": str(args.w), "l": str(args.l), "d": str(args.d), "status": "VALID", "device": "x",
+           "speedup": "1.3", "ci_low": "1.3", "ci_high": "1.4", "parity": "PASS",
+           "path": "fa2_torch"}  # fmt: skip
+    rows = [(f"f:{S}", {**row, "branch": branch, "S": str(S)})
+            for S in args.S_list for branch in args.branches]  # fmt: skip
     for branch in ("win", "cmp"):
         found = fa2_cells(rows, branch)
         assert missing_evidence(found, ()) == []
@@ -176,13 +169,13 @@ def test_a_bench_goes_on_where_a_case_does_not_fit(
     for call in ("reset_peak_memory_stats", "max_memory_allocated", "empty_cache"):
         monkeypatch.setattr(torch.cuda, call, lambda: 0)
     card = SimpleNamespace(name="a card", nominal=lambda: None)
-    monkeypatch.setattr(main, "Gpu", lambda: card)
-    monkeypatch.setattr(main, "CudaClock", lambda: SimpleNamespace(timer="none"))
-    monkeypatch.setattr(main, "provenance", lambda gpu: provenance(None))
-    monkeypatch.setattr(main, "ceilings", lambda *_: Ceilings(None, None, "unknown"))
+    for where, what, result in (
+        (main, "Gpu", card), (main, "CudaClock", SimpleNamespace(timer="none")),
+        (main, "provenance", provenance(None)), (main, "ceilings", Ceilings(None, None, "unknown")),
+        (bench_fa2.fa2, "probe", SimpleNamespace(why_not=None, source="x")),
+    ):  # fmt: skip
+        monkeypatch.setattr(where, what, lambda *_, result=result: result)
     monkeypatch.setattr(owner, name, fails)
-    usable = SimpleNamespace(why_not=None, source="x")
-    monkeypatch.setattr(bench_fa2.fa2, "probe", lambda: usable)
     assert bench.main([*argv.split(), "--csv", str(path)]) == 3
     rows = read_csv(path)
     assert len(seen) == len(rows) == cells

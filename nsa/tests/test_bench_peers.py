@@ -111,17 +111,28 @@ COMBINE = """
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A folder as the peer's checkout; nothing of it stays imported."""
-    folder = tmp_path / "peer"
-    (folder / "flash_nsa" / "ops").mkdir(parents=True)
-    (folder / "flash_nsa" / "ops" / "__init__.py").touch()
-    (folder / "flash_nsa" / "ops" / "combine.py").write_text(textwrap.dedent(COMBINE))
-    (folder / "flash_nsa" / "__init__.py").write_text(textwrap.dedent(PEER))
-    importlib.invalidate_caches()
-    yield folder
-    for name in [n for n in sys.modules if n.split(".")[0] == "flash_nsa"]:
+def write(tmp_path):
+    """Puts source under the name of a module into tmp_path; nothing of it stays imported."""
+
+    def module(name, source):
+        path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        importlib.invalidate_caches()
+
+    yield module
+    peers = {"flash_nsa", *peer_selection.PEERS}
+    for name in [n for n in sys.modules if n.split(".")[0] in peers]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def checkout(tmp_path, write):
+    """A folder as the peer's checkout."""
+    write("flash_nsa.ops.__init__", "")
+    write("flash_nsa.ops.combine", COMBINE)
+    write("flash_nsa.__init__", PEER)
+    return tmp_path
 
 
 def match_of(folder, direction, device, window=reference.sliding_attention, shape=SHAPE):
@@ -131,19 +142,10 @@ def match_of(folder, direction, device, window=reference.sliding_attention, shap
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """Puts modules of these names, that look behind a query or not, where imports find them."""
-
-    def write(name, behind):
-        path = tmp_path.joinpath(*peer_selection.PEERS[name][1].split(".")).with_suffix(".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(SELECT).format(behind=behind))
-        importlib.invalidate_caches()
-
+def installed(tmp_path, write, monkeypatch):
+    """Puts a peer's module, that looks behind a query or not, where imports find it."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield write
-    for name in [n for n in sys.modules if n.split(".")[0] in peer_selection.PEERS]:
-        del sys.modules[name]
+    return lambda name, behind: write(peer_selection.PEERS[name][1], SELECT.format(behind=behind))
 
 
 def selection_of(name, device, shape=SHAPE, sharing="random"):
@@ -151,6 +153,11 @@ def selection_of(name, device, shape=SHAPE, sharing="random"):
     (rival,) = bench_peers.rivals_of(args)
     make = partial(Prefill, shape, device, torch.float16, 2, sharing)
     return Match(rival, "fwd", {"against": name}, make)
+
+
+def assert_not_right(case):
+    with pytest.raises(NotRight, match="(mae|max_abs) .* > "):
+        prove(case, case.baselines[0], 5, "here")
 
 
 @pytest.mark.kernel
@@ -168,9 +175,7 @@ def test_selection_of_another_is_held_against_what_it_says_to_compute(
     assert case.facts()["distinct_of_4"] > 1 and match.peer.choice() is None
     del sys.modules[peer_selection.PEERS[name][1]]
     installed(name, not behind)
-    case = selection_of(name, kernel_device).case()
-    with pytest.raises(NotRight, match="(mae|max_abs) .* > "):
-        prove(case, case.baselines[0], 1, "here")
+    assert_not_right(selection_of(name, kernel_device).case())
 
 
 @pytest.mark.kernel
@@ -182,8 +187,7 @@ def test_selection_of_another_gets_the_blocks_of_every_refill(
     installed(name, name == "cudnn")
     case = selection_of(name, kernel_device, replace(SHAPE, S=170)).case()
     monkeypatch.setattr(peer_selection.PEERS[name][0], "refill", lambda peer: None)
-    with pytest.raises(NotRight, match="(mae|max_abs) .* > "):
-        prove(case, case.baselines[0], 5, "here")
+    assert_not_right(case)
 
 
 @pytest.mark.kernel
@@ -222,9 +226,7 @@ def halved(q, k, v, *, window):
 
 @pytest.mark.kernel
 def test_a_peer_with_a_wrong_output_may_not(checkout, kernel_device):
-    case = match_of(checkout, "fwd", kernel_device, late).case()
-    with pytest.raises(NotRight, match="(mae|max_abs) .* > "):
-        prove(case, case.baselines[0], 1, "here")
+    assert_not_right(match_of(checkout, "fwd", kernel_device, late).case())
 
 
 @pytest.mark.parametrize("window", [late, halved])
@@ -237,12 +239,11 @@ def test_a_peer_with_wrong_gradients_may_not(window, checkout):
 
 
 @pytest.mark.kernel
-def test_a_peer_that_chooses_bad_blocks_is_told_by_its_choice(checkout, kernel_device):
+def test_a_peer_that_chooses_bad_blocks_is_told_by_its_choice(checkout, write, kernel_device):
     """Its output is right for these blocks: only the column tells."""
-    source = (checkout / "flash_nsa" / "__init__.py").read_text()
-    worse = source.replace("k[None].float(), l=", "-k[None].float(), l=")
-    assert worse != source
-    (checkout / "flash_nsa" / "__init__.py").write_text(worse)
+    worse = PEER.replace("k[None].float(), l=", "-k[None].float(), l=")
+    assert worse != PEER
+    write("flash_nsa.__init__", worse)
     # Two blocks to choose from may be as good as each other, whatever numbers a device draws.
     match = match_of(checkout, "fwd", kernel_device, shape=replace(SHAPE, S=300))
     case = match.case()
@@ -250,8 +251,8 @@ def test_a_peer_that_chooses_bad_blocks_is_told_by_its_choice(checkout, kernel_d
     assert match.peer.choice() < 0.99
 
 
-def test_a_peer_that_cannot_be_imported_is_said_so(checkout, monkeypatch, capsys):
-    (checkout / "flash_nsa" / "__init__.py").write_text("import pkg_resources_of_old\n")
+def test_a_peer_that_cannot_be_imported_is_said_so(checkout, write, monkeypatch, capsys):
+    write("flash_nsa.__init__", "import pkg_resources_of_old")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cudnn", None)
     for argv, says in (
