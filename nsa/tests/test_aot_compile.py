@@ -5,8 +5,6 @@ No GPU is needed: Triton compiles to a cubin for the named architecture. On a CP
 the launchers of the kernels for Hopper.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
@@ -262,10 +260,10 @@ def prompt(S, q_start=0):
 """
 OF_LENGTHS = {
     "packs": "for n in ([8192], [4096, 4096], [2731, 2730, 2731], [1000] * 8 + [192], [8113],"
-             " [500] * 16): pack(*n)",
+    " [500] * 16): pack(*n)",
     "prompts": "for n in ((5003,), (5000,), (4890,), (4097, 900), (4500, 512), (4096, 904)):"
-               " prompt(*n)",
-}  # fmt: skip
+    " prompt(*n)",
+}
 
 
 @pytest.mark.parametrize("of", OF_LENGTHS)

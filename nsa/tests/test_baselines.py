@@ -1,8 +1,6 @@
 """The baseline is measured work too: each one that works is right, the others say why, and one that
 is slower than its name says gives no ratio."""
 
-from __future__ import annotations
-
 import re
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Does the decode bench time what it says, prove it, count true reads, and refuse what is wrong?"""
 
-from __future__ import annotations
-
 import csv
 import itertools
 from dataclasses import replace
@@ -170,8 +168,8 @@ def test_bare_csv_goes_to_stdout_alone(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("computes", [
-    lambda n: True, lambda n: n % 2, lambda n: n % 2 == 0, lambda n: n % 7, lambda n: False,
-], ids=["always", "odd calls", "even calls", "not every seventh", "never again"])  # fmt: skip
+    lambda n: n % 2, lambda n: n % 2 == 0, lambda n: n % 7, lambda n: False,
+], ids=["odd calls", "even calls", "not every seventh", "never again"])  # fmt: skip
 def test_a_step_that_remembers_is_told(computes, monkeypatch):
     """From its ninth call on, where it should compute."""
     real, calls, kept = attention.nsa_decode, itertools.count(1), []
@@ -186,11 +184,9 @@ def test_a_step_that_remembers_is_told(computes, monkeypatch):
         monkeypatch, "--S_list", "41", *NONE, replaced=[(attention, "nsa_decode", remembers)]
     )
     rows = {row["bench"]: row for row in rows if "case" in row}
-    honest = all(map(computes, range(1, 50)))
-    for name in ("decode", "decode_module"):
-        assert (rows[name]["status"] in ("VALID", "UNSTABLE")) == honest, rows[name]["why"]
-        assert (rows[name]["median_us"] is not None) == honest
-    assert honest or rows["decode"]["status"] in ("INVALID", "FAILED")
+    assert {"decode", "decode_module"} <= set(rows)
+    for row in rows.values():
+        assert row["status"] in ("INVALID", "FAILED") and row["median_us"] is None, row
 
 
 # ---- what is timed -------------------------------------------------------------------------------
@@ -216,9 +212,8 @@ def test_every_sample_sees_the_same_context(step):
 FUNCTIONS = dict(cmp="compressed_attention", sel="_selected", win="sliding_attention")
 
 
-@pytest.mark.parametrize("branch, ran", [("cmp", "compressed"), ("sel", "selected"),
-                                         ("win", "sliding")])  # fmt: skip
-def test_a_branch_alone_does_no_other_branchs_work(step, branch, ran, monkeypatch):
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_branch_alone_does_no_other_branchs_work(step, branch, monkeypatch):
     """The other branches' functions are never called; who runs the whole step gets no number,
     since its result is right and its time is the step's."""
     case = branch_case(step, branch, {})
@@ -227,7 +222,8 @@ def test_a_branch_alone_does_no_other_branchs_work(step, branch, ran, monkeypatc
             patch.setattr(attention, FUNCTIONS[other], lambda *_, **__: pytest.fail("another"))
         prove(case, case.candidate, 3, "check")
     # refill chooses the blocks, by the reference; nothing else runs beside the branch itself.
-    assert [t.branch.value for t in taken if t.branch is not dispatch.Branch.BLOCKS] == [ran]
+    (ran,) = [t.branch.value for t in taken if t.branch is not dispatch.Branch.BLOCKS]
+    assert ran == dict(cmp="compressed", sel="selected", win="sliding")[branch]
     alone, whole = step.alone(branch), step.total()
     monkeypatch.setattr(step, "alone", lambda _: lambda: whole() and alone())
     row = measured(branch_case(step, branch, {}))
@@ -312,9 +308,8 @@ def test_the_triton_step_and_its_branches_are_proven_by_their_launches(kernel_de
     assert set(parity.launches) == set(step.kernels()) and parity.path_taken == "triton"
     assert step.kernels(branch="cmp") == step.kernels(branch="win")
     assert step.kernels(branch="sel")[0] == "_decode_selected_kernel"
-    assert {*step.kernels(branch="cmp"), *step.kernels(branch="sel")} == {
-        "_decode_scan_kernel", "_decode_selected_kernel", "_decode_merge_kernel",
-    }  # fmt: skip
+    names = {f"_decode_{name}_kernel" for name in ("scan", "selected", "merge")}
+    assert {*step.kernels(branch="cmp"), *step.kernels(branch="sel")} == names
     for branch in BRANCHES:
         case = branch_case(step, branch, {})
         parity, _ = prove(case, case.candidate, 2, branch)
@@ -377,14 +372,14 @@ def test_summary_shows_shares_reads_and_gaps(tmp_path, capsys):
 def test_the_second_table_says_whose_time_is_whose_and_what_binds(tmp_path, capsys):
     names = [name for _, *three in summarize_decode_csv.MORE for name in three if name]
     more = {name: str(i) for i, name in enumerate(names, 1)}
-    rows = [line(**more, B="1", launch_bound="True"),
-            line(**more, B="64", launch_bound="False"),
-            line(**dict.fromkeys(names, ""), B="2", launch_bound="")]  # fmt: skip
+    none = dict.fromkeys(names, "")
+    told = (more, "1", "True"), (more, "64", "False"), (none, "2", "")
+    rows = [line(**known, B=B, launch_bound=bound) for known, B, bound in told]
     code, out, _ = summary(tmp_path, capsys, rows, (*NEEDED, *names, "B", "launch_bound"))
     assert code == 0
     _, _, table = out.partition("As a CUDA graph")
-    head, _, *lines = [[c.strip() for c in t.strip("| ").split(" | ")]
-                       for t in table.splitlines() if t.startswith("|")]  # fmt: skip
+    table = [t.strip("| ").split(" | ") for t in table.splitlines() if t.startswith("|")]
+    head, _, *lines = [[c.strip() for c in cells] for cells in table]
     first, second = (dict(zip(head, cells, strict=True)) for cells in lines)
     shown = {
         "B": "1", "eager step launch-bound": "yes", "graph ms [95 %]": "1.0000 [2.0000, 3.0000]",

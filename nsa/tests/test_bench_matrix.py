@@ -1,7 +1,5 @@
 """Do the profiles' benches cover what they claim, with evidence enough for a threshold, in time?"""
 
-from __future__ import annotations
-
 import itertools
 import json
 from types import SimpleNamespace
@@ -53,9 +51,8 @@ def test_the_threshold_gets_enough_lengths_of_every_distribution(profile):
 
 def test_full_is_the_whole_matrix():
     planned = stages("full")
-    want = set(itertools.product(
-        (16, 32, 64, 128, 256, 512, 1024), (64, 256, 1024), (2, 4, 8), WIDTHS, (1, 2)
-    ))  # fmt: skip
+    L = [16 * 2**i for i in range(7)]
+    want = set(itertools.product(L, (64, 256, 1024), (2, 4, 8), WIDTHS, (1, 2)))
     for id, dist in (("sel_dense", "few"), ("sel_varlen", "many"), ("sel_mixed", "mixed")):
         found = cells(planned[id])
         for mode in ("dense" if dist == "few" else "varlen", "ranges"):
@@ -82,8 +79,8 @@ def test_a_report_times_prefill_at_both_ends_of_what_neighbours_share(profile):
         every += [(stage.id, *cell) for cell in found]
     names = {bench_prefill.case_name(op, way, s, sharing) for _, s, op, way, sharing in every}
     assert len(names) == len(every)  # `compare` finds a case by its name
-    ends = {(op, way) for id, _, op, way, sharing in every
-            if id == "prefill_bench" and sharing == "shared"}  # fmt: skip
+    shared = [cell for cell in every if cell[4] == "shared"]
+    ends = {(op, way) for id, _, op, way, _ in shared if id == "prefill_bench"}
     both = set(itertools.product(("full", "sel"), ("fwd", "bwd")))
     assert ends == (set() if profile == "quick" else both)
     if profile == "full":
@@ -128,12 +125,11 @@ def test_single_values_and_the_default_still_work():
 
 def test_fa2_default_lengths_can_carry_a_minimum_in_both_branches():
     args = bench_fa2.parse([])
-    row = {"w": str(args.w), "l": str(args.l), "d": str(args.d), "status": "VALID", "device": "x",
-           "speedup": "1.3", "ci_low": "1.3", "ci_high": "1.4", "parity": "PASS",
-           "path": "fa2_torch"}  # fmt: skip
-    rows = [(f"f:{S}", {**row, "branch": branch, "S": str(S)})
-            for S in args.S_list for branch in args.branches]  # fmt: skip
+    row = dict(status="VALID", device="x", speedup="1.3", ci_low="1.3", ci_high="1.4")
+    row |= dict(parity="PASS", path="fa2_torch", w=str(args.w), l=str(args.l), d=str(args.d))
     for branch in ("win", "cmp"):
+        assert branch in args.branches
+        rows = [(f"f:{S}", {**row, "branch": branch, "S": str(S)}) for S in args.S_list]
         found = fa2_cells(rows, branch)
         assert missing_evidence(found, ()) == []
         assert min(c.length for c in found) <= 64 and max(c.length for c in found) >= 255

@@ -1,7 +1,5 @@
 """What the GPU benches rest on and a CPU can check: work counts, spans, box health, descriptors."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -137,8 +135,7 @@ NO_FILE = "wants a file that can be written, got "
     (FA2, "--seconds nan", "--seconds: must be a finite number above 0"),
     (FA2, "--S_list 64,64", "wants every integer once, got '64,64'"),
     (PREFILL, "--ops full,half", "--ops"), (PREFILL, "--directions up", "--directions"),
-    (PREFILL, "--G 0", "--G: must be"),
-    (PREFILL, "--d 24", "--d must divide --l, got 24 and 32"),
+    (PREFILL, "--G 0", "--G: must be"), (PREFILL, "--d 24", "--d must divide --l, got 24 and 32"),
     (DECODE, "--S_list 64,0", "--S_list: must be a whole number above 0, got '0'"),
     (DECODE, "--S_list 64;128", "--S_list: must be a whole number above 0"),
     (DECODE, "--S_list 64,4 --T 1,5", "--T: must be at most each context length, got 5"),

@@ -1,7 +1,5 @@
 """bench_peers against a peer made of plain PyTorch: what it may claim, and what it must not."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import textwrap
@@ -19,16 +17,15 @@ from bench.roofline import Shape
 from bench.timing import NotRight, prove
 from nsa import reference
 
-# What others give for selection by blocks, by the reference: of a paged cache as vLLM's kernels
-# for MiniMax-M3, and of whole blocks, with the keys behind a query, as cuDNN's frontend.
+# Attention over blocks by the reference, without or with the keys behind a query.
 SELECT = """
     import torch
-    from nsa import reference
+    from nsa import reference, select
 
-    SPARSE_BLOCK_SIZE, BEHIND = 128, {behind}
+    BEHIND = False
 
 
-    def select(q, k, v, blocks, size, scale):
+    def attend(q, k, v, blocks, size, scale):
         S = q.shape[0]
         end = torch.full((S,), S) if BEHIND else torch.arange(1, S + 1)
         end = end.to(q.device)[:, None, None]
@@ -37,13 +34,19 @@ SELECT = """
         return reference.selection_attention(q[None], k[None], v[None], ranges[None],
                                              softmax_scale=scale)[0]
 
+"""
+# What others give for selection by blocks: of a paged cache as vLLM's kernels for MiniMax-M3, and
+# of whole blocks, with the keys behind a query, as cuDNN's frontend.
+OTHERS = """
+    SPARSE_BLOCK_SIZE = 128
+
 
     def minimax_m3_sparse_attn(q, kv_cache, topk_idx, block_table, cu_seqlens_q, seq_lens,
                                prefix_lens, max_query_len, num_kv_heads, sm_scale, output):
         assert kv_cache.shape[2] == SPARSE_BLOCK_SIZE and int(prefix_lens) == 0
         pages = kv_cache[block_table[0]].transpose(1, 2).flatten(0, 1)[: int(seq_lens)]
         k, v = pages.chunk(2, -1)
-        output.copy_(select(q, k, v, topk_idx.transpose(0, 1), SPARSE_BLOCK_SIZE, sm_scale))
+        output.copy_(attend(q, k, v, topk_idx.transpose(0, 1), SPARSE_BLOCK_SIZE, sm_scale))
 
 
     class NSA:
@@ -53,15 +56,11 @@ SELECT = """
                                         scale_softmax):
             place = torch.arange(blocks.shape[-1], device=q.device)
             blocks = blocks.masked_fill(place >= counts[..., None], -1)
-            return {{"o_tensor": select(q, k, v, blocks, block_size, scale_softmax)}}
+            return {"o_tensor": attend(q, k, v, blocks, block_size, scale_softmax)}
 """
 SHAPE = Shape(70, HQ=2, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=4, w=20)
 # The peer's functions and conventions, in fp32 by the reference.
 PEER = """
-    import torch
-    from nsa import reference, select
-
-
     class NSAHelper:
         @classmethod
         def set_hyperparameters(cls, **sizes):
@@ -93,14 +92,7 @@ PEER = """
 
 
     def select_attn(q, k, v, topk, sm_scale):
-        size, n = NSAHelper.sizes["block_size"], NSAHelper.tokens
-        start = topk.transpose(0, 1)[None] * size
-        last = torch.arange(1, n + 1, device=topk.device)[None, :, None, None]
-        end = torch.minimum(start + size, last)
-        ranges = torch.stack([start.clamp(max=n), end.clamp(max=n)], -1)
-        return reference.selection_attention(
-            q[None], k[None], v[None], ranges, softmax_scale=sm_scale
-        )[0]
+        return attend(q, k, v, topk.transpose(0, 1), NSAHelper.sizes["block_size"], sm_scale)
 """
 COMBINE = """
     def fused_sigmoid_combine(a, b, c, w):
@@ -117,7 +109,7 @@ def write(tmp_path):
     def module(name, source):
         path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(source))
+        path.write_text(textwrap.dedent(SELECT + source))
         importlib.invalidate_caches()
 
     yield module
@@ -145,7 +137,9 @@ def match_of(folder, direction, device, window=reference.sliding_attention, shap
 def installed(tmp_path, write, monkeypatch):
     """Puts a peer's module, that looks behind a query or not, where imports find it."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    return lambda name, behind: write(peer_selection.PEERS[name][1], SELECT.format(behind=behind))
+    return lambda name, behind: write(
+        peer_selection.PEERS[name][1], f"    BEHIND = {behind}\n{OTHERS}"
+    )
 
 
 def selection_of(name, device, shape=SHAPE, sharing="random"):
@@ -252,7 +246,7 @@ def test_a_peer_that_chooses_bad_blocks_is_told_by_its_choice(checkout, write, k
 
 
 def test_a_peer_that_cannot_be_imported_is_said_so(checkout, write, monkeypatch, capsys):
-    write("flash_nsa.__init__", "import pkg_resources_of_old")
+    write("flash_nsa.__init__", "    import pkg_resources_of_old")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cudnn", None)
     for argv, says in (

@@ -1,7 +1,5 @@
 """Do `make`, the shell scripts, the examples and the Hub's kernel do what they promise, no more?"""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -90,10 +88,9 @@ def test_a_selection_may_match_in_one_of_the_two_runs(tree, first, second, code)
 def test_lint_sets_its_environment_up_first(tree):
     code, ran, text = tree("make", "lint")
     assert code == 0, text
-    assert [line.removeprefix("ran: 0 ") for line in ran] == [
-        "scripts/setup_env.py --cpu-tests", "-m ruff check nsa bench scripts examples",
-        "-m ruff format --check nsa bench scripts examples", "-m mypy",
-    ]  # fmt: skip
+    first, *tools = [line.removeprefix("ran: 0 ") for line in ran]
+    ruff = [f"-m ruff {verb} nsa bench scripts examples" for verb in ("check", "format --check")]
+    assert first == "scripts/setup_env.py --cpu-tests" and tools == [*ruff, "-m mypy"]
 
 
 def test_docs_are_of_all_that_is_public(tree):
@@ -176,8 +173,8 @@ def test_training_resumes_from_what_it_saved(tmp_path):
 @pytest.mark.nightly  # test_transformers.py trains such models, in a tenth of the time
 def test_a_dense_model_goes_on_with_nsa():
     pytest.importorskip("transformers")
-    losses = re.findall(r"^(\w+), from the same weights.*loss (\S+) -> (\S+)$",
-                        example("huggingface"), re.M)  # fmt: skip
+    line = r"^(\w+), from the same weights.*loss (\S+) -> (\S+)$"
+    losses = re.findall(line, example("huggingface"), re.M)
     end = {name: (float(begin), float(end)) for name, begin, end in losses}
     assert end["nsa"][1] < end["nsa"][0] / 2 and end["dense"][1] < 0.1
 

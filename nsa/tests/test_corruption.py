@@ -1,7 +1,5 @@
 """Silent data corruption of a card: planted in its memory and in its products, and what is told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

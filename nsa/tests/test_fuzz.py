@@ -1,7 +1,5 @@
 """scripts/fuzz: a short run of it, and that it finds faults, tells them and repeats them."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from unittest import mock

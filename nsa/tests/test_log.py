@@ -1,7 +1,5 @@
 """Do log lines have the stated form, come only when asked for, and stop at the limit?"""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

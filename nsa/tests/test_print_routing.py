@@ -1,7 +1,5 @@
 """Does the routing table describe the calls that nsa_attention and the layer really make?"""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

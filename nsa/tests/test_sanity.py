@@ -1,7 +1,5 @@
 """Does the smallest stage of a report judge as all others do, and say what is wrong?"""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Does the training showcase judge honestly: does its probe find leaks, do its checks fail?"""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

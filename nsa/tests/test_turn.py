@@ -1,7 +1,5 @@
 """The projections taken apart by rotary turn: the kernel against the oracle, and who takes it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -65,8 +63,8 @@ def test_every_part_and_gradient_is_the_oracles(config, shape, dtype, start, ker
     want = expected(wide, start, config)
     (want_grad,) = torch.autograd.grad(want, wide, [x.double().cpu() for x in do])
     same = by_pytorch(qkv.detach(), at, config)
-    for name, g, w, s in zip((*PARTS, "dqkv"), (*got, grad), (*want, want_grad), (*same, None),
-                             strict=True):  # fmt: skip
+    right = (*want, want_grad), (*same, None)
+    for name, g, w, s in zip((*PARTS, "dqkv"), (*got, grad), *right, strict=True):
         assert_parity(
             f"turn/{config.d_k}-{start}/{name}", "turn", g.detach().cpu(), w.detach(),
             s if s is None else s.cpu(), path_requested="triton", path_taken="triton",
