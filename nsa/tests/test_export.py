@@ -39,9 +39,8 @@ def check_compiled(
     layer: torch.nn.Module, lengths: tuple[int, ...], dtype: torch.dtype, device: str, close: dict
 ) -> None:
     """Forward and backward at changing lengths by two graphs: of the first length, and of any."""
-    counters = torch._dynamo.utils.counters
     torch.compiler.reset()
-    counters.clear()
+    (counters := torch._dynamo.utils.counters).clear()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for S in lengths:
         x, grads = randn(1, S, 32, seed=S, dtype=dtype, device=device), []

@@ -77,13 +77,10 @@ def test_launch_recordings_nest_and_count_only_their_block():
     else:  # on a GPU Triton itself counts, and these names were never launched
         assert (outer, inner) == ({"b": 1}, {"b": 1})
     assert launches.counts() == {"a": 3, "b": 2}
-
-
-def test_a_recording_that_ends_takes_no_like_one_with_it():
     with launches.recording() as outer:
         with launches.recording() as inner:
             launches.bump("a", library=True)
-        assert inner == outer == {"a": 1}
+        assert inner == outer == {"a": 1}  # and it is the inner one that ends here
         launches.bump("a", library=True)
     assert (outer, inner) == ({"a": 2}, {"a": 1})
 

@@ -1,6 +1,6 @@
 """Does the smallest stage of a report judge as all others do, and say what is wrong?"""
 
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from scripts import gpu_sanity
 
 @pytest.fixture
 def sent(monkeypatch):
-    return functools.partial(helpers.sent, monkeypatch)
+    return partial(helpers.sent, monkeypatch)
 
 
 def test_one_bad_row_and_a_nan_are_wrong_as_in_every_other_stage(sent, capsys):
@@ -21,20 +21,21 @@ def test_one_bad_row_and_a_nan_are_wrong_as_in_every_other_stage(sent, capsys):
     same[0, 0] += 4e-5  # PyTorch's own largest error, which allows twice as much anywhere
     row = ref.float()
     row[7] += 6e-5
-    good, (record,) = sent(gpu_sanity.report, "x", row, ref, same, "torch", 5)
+    report = lambda out: sent(gpu_sanity.report, "x", out, ref, same, "torch", 5)
+    good, (record,) = report(row)
     assert not good and record["status"] == "FAIL" and record["seed"] == 5
     assert record["worst_row_index"] == [7] and "row [7] has mean error" in record["why"][0]
     assert "BAD  x" in capsys.readouterr().out
     row = ref.float()
     row[1, 2] = float("nan")
-    good, (record,) = sent(gpu_sanity.report, "x", row, ref, same, "torch", 5)
+    good, (record,) = report(row)
     assert not good and "NaN at 1 other places, first [1, 2]" in record["why"][0]
-    assert sent(gpu_sanity.report, "x", ref.float(), ref, same, "torch", 5)[0]
+    assert report(ref.float())[0]
 
 
 def test_a_kernel_that_was_never_launched_proves_nothing(sent):
     x = torch.ones(4, 4)
-    report = functools.partial(gpu_sanity.report, kernels=("_axpy_kernel",))
+    report = partial(gpu_sanity.report, kernels=("_axpy_kernel",))
     call = lambda counts: sent(report, "x", x, x.double(), x, "triton", 1, counts)
     assert call({})[1][0]["status"] == call({"_other": 1})[1][0]["status"] == "INVALID"
     assert call({"_axpy_kernel": 1})[0]

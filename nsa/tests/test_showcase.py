@@ -47,14 +47,12 @@ def test_planted_leak_is_found_just_above_the_tolerance():
         assert bool(ts.causality_probe(leaky, tokens, [10], tolerance=tolerance).leaks) == leaks
 
 
-def test_ngram_cross_entropies_on_text_with_a_known_answer():
+def test_corpus_is_the_one_described_and_split_without_overlap():
+    """Its cross entropies, and those of a text with a known answer: add-one smoothing keeps both
+    a little above ln 2 and 0."""
     text = torch.tensor(list(b"ab" * 4000))
-    # Add-one smoothing keeps both a little above ln 2 and 0.
     assert ts.ngram_cross_entropy(text, text, 1) == pytest.approx(math.log(2), abs=0.05)
     assert 0 < ts.ngram_cross_entropy(text, text, 2) < 0.1
-
-
-def test_corpus_is_the_one_described_and_split_without_overlap():
     data = CORPUS.read_bytes()
     readme = (CORPUS.parent / "README.md").read_text()
     assert hashlib.sha256(data).hexdigest() in readme and "public domain" in readme
@@ -114,11 +112,7 @@ def test_a_model_without_a_leak_passes_in_both_modes_and_at_every_length(untrain
 def leaky_window(when):
     """The window's values one token late, where `when(q)` says so."""
     window = attention.sliding_attention
-
-    def call(q, k, v, **how):
-        return window(q, k, v.roll(-1, 1) if when(q) else v, **how)
-
-    return call
+    return lambda q, k, v, **how: window(q, k, v.roll(-1, 1) if when(q) else v, **how)
 
 
 @pytest.mark.parametrize(("when", "where"), [
@@ -135,17 +129,11 @@ def test_a_leak_in_one_mode_or_at_one_length_is_found(when, where, untrained, mo
 def test_a_backward_that_leaks_is_found_though_no_output_does(untrained):
     """A gradient that reaches a later token, of a forward that is causal."""
 
-    class Leaks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def leak(module, inputs):
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda grad: grad + 1e-3 * grad.roll(1, 1))
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad + 1e-3 * grad.roll(1, 1)
-
-    block = untrained[0].blocks[0]
-    hook = block.register_forward_pre_hook(lambda _m, x: (Leaks.apply(x[0]), *x[1:]))
+    hook = untrained[0].blocks[0].register_forward_pre_hook(leak)
     try:
         probe, _, flow = ts.probe_model(*untrained, CPU)
     finally:
