@@ -414,19 +414,15 @@ def test_reads_are_counted_by_what_the_result_depends_on(S):
     assert step.seen == step.counted.expected_step == blocks.reads(S, **SIZES)
 
 
-def test_a_count_that_is_wrong_on_both_sides_is_told(monkeypatch):
-    """The cache's counter and the formula it is held against have the same fault."""
-    real = Step._count
-
-    short = lambda c: replace(c, win=c.win - 1, expected_step=c.expected_step - 1)
-    monkeypatch.setattr(Step, "_count", lambda step: short(real(step)))
-    with pytest.raises(AssertionError, match="the cache counted reads .* its values reach"):
-        make(S=41)
-
-
 def test_a_step_that_reads_more_than_it_counts_is_told(monkeypatch):
-    """All keys' values reach the result, by a little, of the route that is timed alone."""
-    real = attention.nsa_decode
+    """Whether the cache's counter and the formula it is held against have the same fault, or all
+    keys' values reach the result, by a little, of the route that is timed alone."""
+    count, real = Step._count, attention.nsa_decode
+    short = lambda c: replace(c, win=c.win - 1, expected_step=c.expected_step - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "_count", lambda step: short(count(step)))
+        with pytest.raises(AssertionError, match="the cache counted reads .* its values reach"):
+            make(S=41)
 
     def beyond(q, cache, *rest, backend=None, **how):
         out, chosen = real(q, cache, *rest, backend=backend, **how)

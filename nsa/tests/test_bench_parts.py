@@ -1,5 +1,6 @@
 """What the GPU benches rest on and a CPU can check: work counts, spans, box health, descriptors."""
 
+import importlib
 import json
 import random
 import sys
@@ -182,7 +183,6 @@ def test_block_quality_sees_every_wrong_choice():
     x.q, x.k_cmp = randn(1, 64, 2, 8, seed=0), randn(1, 15, 1, 8, seed=1)
     want = oracle.select_blocks(x.q.double(), x.k_cmp.double(), **x.sizes)
     row = want[0, 63, 0].tolist()
-
     quality = lambda row: x.block_quality(want.clone().index_put_(at, torch.tensor(row).int()))
     at = tuple(torch.tensor(i) for i in (0, 63, 0))
     assert quality(row).item() == pytest.approx(1.0)
@@ -284,18 +284,13 @@ def test_a_branch_is_timed_beside_its_proof(direction, kernel_device, monkeypatc
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_the_rotary_turn_is_timed_beside_its_proof(direction, kernel_device, monkeypatch):
     """Of every column: a kernel that mixes up two branches has no number."""
-    shape = Shape(70, B=2, HQ=6, G=2, D=24, Dv=16, l=8, d=4, l_sel=16)
+    turn_split = importlib.import_module("nsa.kernels.prefill.turn_split")
+    real, shape = turn_split.turn_split, Shape(70, B=2, HQ=6, G=2, D=24, Dv=16, l=8, d=4, l_sel=16)
     x = Projections(shape, kernel_device, torch.float16)
     case = proven(PREFILL.turn_case(x, direction, {"S": 70}))
     assert case.columns["compared"].endswith("of 70 tokens")
-    from nsa.kernels.prefill import turn_split
-
-    real = turn_split.turn_split
-
-    def mixed_up(qkv, positions, parts, rope_base, backward):
-        q, k, v, other, *more = parts
-        real(qkv, positions, (q, other, v, k, *more), rope_base, backward)
-
+    mixed = lambda parts: (parts[0], parts[3], parts[2], parts[1], *parts[4:])
+    mixed_up = lambda qkv, at, parts, *base, **how: real(qkv, at, mixed(parts), *base, **how)
     monkeypatch.setattr(turn_split, "turn_split", mixed_up)
     with pytest.raises(NotRight):
         proven(case)
@@ -325,7 +320,6 @@ def test_routes_are_timed_beside_their_proof(dist, kernel_device, monkeypatch):
     monkeypatch.setattr(SEL, "CACHE_LEN", 64)
     cell = SEL.Cell("route", dist, 4, 2, 16, 16, 12, 1)
     budget = Budget(device_s=0.02, wall_s=1.0, warm_s=0.0, warm_calls=1, min_n=3)
-
     made = lambda: SEL.case_of(cell, cell.rows(torch.float16), Flags(), {})
     if dist == "few":
         proven(made())
@@ -337,8 +331,7 @@ def test_routes_are_timed_beside_their_proof(dist, kernel_device, monkeypatch):
     assert (right.baseline, right.path_requested) == ("packing", "triton")
     low, high = right.wall_speedup_ci95
     assert 0 < low <= right.wall_speedup <= high
-    from nsa.kernels.triton_sel_kernel import in_place
-
+    in_place = importlib.import_module("nsa.kernels.triton_sel_kernel.in_place")
     real = in_place.in_place
     beside = lambda q, k, v, ranges, plan: real(q, k, v, ranges + 1, plan)
     monkeypatch.setattr(in_place, "in_place", beside)
@@ -382,12 +375,6 @@ def card(name="NVIDIA Fake", **answers):
     return gpu
 
 
-def verdict(gpu, others_mib=3, **row):
-    facts, why = health.hardware(gpu, others_mib)
-    measured = {"copy_frac": 0.9, "gemm_frac": 0.9, "h2d_gbs": 25.0, **row}
-    return why + health.judge({**facts, **measured, "why": why}, gpu)
-
-
 POWER = "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagementDefaultLimit"
 LINK = dict(nvmlDeviceGetMaxPcieLinkGeneration=4, nvmlDeviceGetMaxPcieLinkWidth=16)
 CAPPED = dict(zip(POWER, (300_000, 450_000), strict=True))
@@ -406,7 +393,10 @@ GOOD = dict(nvmlDeviceGetTotalEccErrors=0, nvmlDeviceGetRemappedRows=(0, 0, 0, 0
     ({}, {"others_mib": 500}, None), ({}, {"others_mib": None}, None),
 ])  # fmt: skip
 def test_what_holds_a_card_back_is_named(answers, row, says):
-    found = verdict(card(**answers), **row)
+    measured = {"copy_frac": 0.9, "gemm_frac": 0.9, "h2d_gbs": 25.0, "others_mib": 3, **row}
+    gpu, others_mib = card(**answers), measured.pop("others_mib")
+    facts, why = health.hardware(gpu, others_mib)
+    found = why + health.judge({**facts, **measured, "why": why}, gpu)
     assert any(says in line for line in found) if says else found == []
 
 
@@ -438,13 +428,6 @@ def test_measured_ceilings_are_those_of_this_card(tmp_path):
     assert ceilings(None, tmp_path).gbs is None
 
 
-def test_the_nominal_bandwidth_is_the_data_sheets():
-    """H100 SXM: 5120 bits at 2619 MHz, two transfers a clock, 3.35 TB/s."""
-    gpu = card(nvmlDeviceGetMemoryBusWidth=5120, nvmlDeviceGetMaxClockInfo=2619)
-    assert gpu.bus_gbs == pytest.approx(3352, rel=1e-3)
-    assert card(nvmlDeviceGetMemoryBusWidth=5120).bus_gbs is None
-
-
 @pytest.mark.parametrize("name, peak", [
     ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 NVL", 835.0),
     ("NVIDIA L4", 121.0), ("NVIDIA L40", 181.0), ("NVIDIA L40S", 362.0), ("NVIDIA A10", 125.0),
@@ -455,8 +438,12 @@ def test_a_tensor_peak_is_of_that_card_and_no_namesake(name, peak):
     assert card(name).tensor_tflops == peak
 
 
-def test_a_cards_state_is_in_the_units_it_says():
-    """Milliwatts of NVML become watts; reasons come by either name of the query."""
+def test_what_a_card_says_is_in_the_units_it_says():
+    """Milliwatts of NVML become watts; reasons come by either name of the query. H100 SXM: 5120
+    bits at 2619 MHz, two transfers a clock, 3.35 TB/s."""
+    gpu = card(nvmlDeviceGetMemoryBusWidth=5120, nvmlDeviceGetMaxClockInfo=2619)
+    assert gpu.bus_gbs == pytest.approx(3352, rel=1e-3)
+    assert card(nvmlDeviceGetMemoryBusWidth=5120).bus_gbs is None
     answers = {"nvmlDeviceGetPowerUsage": 512_300, "nvmlDeviceGetClockInfo": 1980}
     new = card(**answers, nvmlDeviceGetCurrentClocksEventReasons=0x8 | 0x1)
     old = card(**answers, nvmlDeviceGetCurrentClocksThrottleReasons=0x8)
