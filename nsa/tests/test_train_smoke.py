@@ -77,12 +77,13 @@ def test_train_same_seed_gives_the_same_run(text):
 def test_train_gradients_are_clipped_to_norm_one(text, monkeypatch):
     norms, loss = [], training.next_byte_loss
 
-    class Watched(torch.optim.SGD):
-        def step(self, closure=None):
-            grads = [p.grad.flatten() for g in self.param_groups for p in g["params"]]
-            norms.append(torch.cat(grads).norm().item())
+    def watched(model, lr):
+        optimizer = torch.optim.SGD(model.parameters(), lr)
+        grads = lambda: torch.cat([p.grad.flatten() for p in model.parameters()])
+        optimizer.register_step_pre_hook(lambda *_: norms.append(grads().norm().item()))
+        return optimizer
 
-    monkeypatch.setattr(training, "make_optimizer", lambda m, lr: Watched(m.parameters(), lr))
+    monkeypatch.setattr(training, "make_optimizer", watched)
     monkeypatch.setattr(training, "next_byte_loss", lambda *args: 100 * loss(*args))
     run = ts.train(replace(TINY, steps=1), *text, CPU, seed=3)
     assert run.grad_norms[0] > 10 and norms == [pytest.approx(1.0, rel=1e-3)]
@@ -106,19 +107,15 @@ LEAKS = {
 
 
 def test_trained_model_does_not_see_the_future(run, text):
-    assert_blind_to_the_future(run.model, TINY, text[1], CPU)
+    probe, selftest, flow = ts.probe_model(run.model, TINY, text[1], CPU)
+    assert not probe.leaks and not probe.blind, probe
+    assert selftest.leaks and not flow.leaks and not flow.blind
 
 
 @pytest.mark.parametrize("name", LEAKS)
 def test_trained_model_with_a_leaking_branch_is_caught(name, run, text, monkeypatch):
     monkeypatch.setattr(attention, name, LEAKS[name](getattr(attention, name)))
     assert ts.probe_model(run.model, TINY, text[1], CPU)[0].leaks
-
-
-def assert_blind_to_the_future(*how):
-    probe, selftest, flow = ts.probe_model(*how)
-    assert not probe.leaks and not probe.blind, probe
-    assert selftest.leaks and not flow.leaks and not flow.blind
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -144,7 +141,9 @@ def test_train_gpu_runs_the_triton_kernels_and_learns(gpu_run):
 
 
 def test_train_gpu_model_does_not_see_the_future(gpu_run, text, cuda):
-    assert_blind_to_the_future(gpu_run.model, SMALL, text[1], cuda)
+    probe, selftest, _ = ts.probe_model(gpu_run.model, SMALL, text[1], cuda)
+    assert not probe.leaks and not probe.blind, probe
+    assert selftest.leaks
 
 
 def by_network(names: Iterable[str]) -> dict[str, list[str]]:
