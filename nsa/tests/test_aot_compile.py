@@ -20,9 +20,8 @@ from scripts import lock as locks
 from scripts.aot import ARCHS, SHARED_LIMIT, AotCase, Resources, content, unrounded_sums
 
 pytest.importorskip("triton", reason="Triton is not installed")
-pytestmark = pytest.mark.skipif(
-    dispatch.interpreting(), reason="TRITON_INTERPRET=1 replaces the compiler"
-)
+replaced = "TRITON_INTERPRET=1 replaces the compiler"
+pytestmark = pytest.mark.skipif(dispatch.interpreting(), reason=replaced)
 
 
 # A process takes its CPU tensors for those of one card alone. Each is forked from this one, which
@@ -259,17 +258,15 @@ def prompt(S, q_start=0):
     run((1,), S, (q_start + S - 32) // 16 + 1, q_start + S, q_start)
 """
 OF_LENGTHS = {
-    "packs": "for n in ([8192], [4096, 4096], [2731, 2730, 2731], [1000] * 8 + [192], [8113],"
-    " [500] * 16): pack(*n)",
-    "prompts": "for n in ((5003,), (5000,), (4890,), (4097, 900), (4500, 512), (4096, 904)):"
-    " prompt(*n)",
+    "pack": "[8192], [4096] * 2, [2731, 2730, 2731], [1000] * 8 + [192], [8113], [500] * 16",
+    "prompt": "(5003,), (5000,), (4890,), (4097, 900), (4500, 512), (4096, 904)",
 }
 
 
 @pytest.mark.parametrize("of", OF_LENGTHS)
 def test_kernels_for_hopper_are_compiled_once_whatever_the_lengths(of, apart):
     """One set of kernels serves all prompts, but for multiples of 16 tokens, and one all packs."""
-    said = apart(LENGTHS + OF_LENGTHS[of])
+    said = apart(f"{LENGTHS}\nfor n in {OF_LENGTHS[of]}: {of}(*n)")
     (several, new), *others = (map(int, line.split()) for line in said.splitlines())
     assert several == new >= 8 and [n for _, n in others] == [0] * 5, said
 

@@ -180,9 +180,8 @@ def test_a_step_that_remembers_is_told(computes, monkeypatch):
             kept[:] = [real(*args, **how)]
         return kept[0]
 
-    _, rows = sent(
-        monkeypatch, "--S_list", "41", *NONE, replaced=[(attention, "nsa_decode", remembers)]
-    )
+    replaced = [(attention, "nsa_decode", remembers)]
+    _, rows = sent(monkeypatch, "--S_list", "41", *NONE, replaced=replaced)
     rows = {row["bench"]: row for row in rows if "case" in row}
     assert {"decode", "decode_module"} <= set(rows)
     for row in rows.values():
@@ -299,9 +298,8 @@ def test_a_kernel_that_fell_back_is_invalid(monkeypatch):
 @pytest.mark.kernel
 def test_the_triton_step_and_its_branches_are_proven_by_their_launches(kernel_device):
     """And a branch never reads the others' keys."""
-    step = make(
-        dtype=torch.float16, dv=16, device=kernel_device, flags=helpers.TRITON, backend="triton"
-    )
+    how = dict(flags=helpers.TRITON, backend="triton")
+    step = make(dtype=torch.float16, dv=16, device=kernel_device, **how)
     assert (step.path, step.requested) == ("triton", "triton")
     case = total_case(step, {})
     parity, _ = prove(case, case.candidate, 1, "step")

@@ -34,7 +34,7 @@ SMALL = Shape(77, B=2, HQ=6, G=2, D=16, Dv=8, l=8, d=4, l_sel=16, n_sel=3, w=20)
 
 
 def test_pairs_are_those_of_the_oracle():
-    """Query by query, as the equations have it."""
+    """Query by query, as the equations have it; FLOPs and bytes follow from them."""
     s, want = SMALL, dict.fromkeys(("cmp", "sel", "win", "dense"), 0)
     for t in range(s.S):
         chosen = list(range(t // s.l_sel + 1))[-s.n_sel :]  # any n_sel count alike, own included
@@ -43,15 +43,11 @@ def test_pairs_are_those_of_the_oracle():
         want["win"] += min(s.w, t + 1)
         want["dense"] += t + 1
     assert pairs(s) == want
-
-
-def test_flops_and_bytes_follow_from_the_pairs():
-    s, n = SMALL, pairs(SMALL)
-    assert flops(s, "win") == 2 * n["win"] * 2 * 6 * (16 + 8)
+    assert flops(s, "win") == 2 * want["win"] * 2 * 6 * (16 + 8)
     # Four products and two sums turn a pair of the 6 query heads and 3 * 2 key heads.
     assert flops(s, "turn") == 2 * 77 * (6 + 6) * 8 * 6
     assert bytes_needed(s, "turn") == 2 * (2 * 77 * (6 * 16 + 6 * 16 + 6 * 8)) * 2
-    assert flops(s, "select") == 2 * n["cmp"] * 2 * 6 * 16
+    assert flops(s, "select") == 2 * want["cmp"] * 2 * 6 * 16
     assert flops(s, "full") == sum(flops(s, part) for part in ("cmp", "sel", "win", "select"))
     assert flops(s, "dense", backward=True) == int(BACKWARD * flops(s, "dense"))
     q, out, kv = 2 * 77 * 6 * 16, 2 * 77 * 6 * 8, 2 * 77 * 2 * (16 + 8)
@@ -62,10 +58,10 @@ def test_flops_and_bytes_follow_from_the_pairs():
 
 @pytest.mark.parametrize("L", [1, 2, 16, 333])
 def test_spans_are_disjoint_and_sum_to_L(L):
-    gen = torch.Generator().manual_seed(0)
     expected = {"few": {1}, "many": {min(8, L)}, "mixed": {min(n, L) for n in (2, 4, 8)}}
     assert set(expected) == set(SEL.DISTRIBUTIONS)
     for dist, counts in expected.items():
+        gen = torch.Generator().manual_seed(0)
         drawn = [SEL.spans_of(dist, L, 700, gen) for _ in range(30)]
         assert {len(spans) for spans in drawn} == counts
         for spans in drawn:
@@ -235,9 +231,8 @@ def test_a_row_counts_the_blocks_that_its_call_chose(op, kernel_device):
     shape = Shape(96, HQ=2, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=4, w=12)
     x = Prefill(shape, kernel_device, torch.float16, 2, sharing="shared")
     case = proven(PREFILL.attention_case(x, op, "fwd", {"S": 96}, baselines=[]))
-    assert case.name == (
-        f"prefill/{op}/fwd/S=96/HQ=2/G=1/D=16/Dv=16/l=8/d=4/l_sel=16/n_sel=4/w=12/shared"
-    )
+    sizes = "S=96/HQ=2/G=1/D=16/Dv=16/l=8/d=4/l_sel=16/n_sel=4/w=12"
+    assert case.name == f"prefill/{op}/fwd/{sizes}/shared"
     want = select.select_blocks(x.q.double(), x.k_cmp.double(), **x.sizes)
     found = case.facts()["distinct_of_4"]
     assert found == pytest.approx(distinct_blocks(want), abs=0.2) and 2 < found < 5

@@ -137,9 +137,8 @@ def match_of(folder, direction, device, window=reference.sliding_attention, shap
 def installed(tmp_path, write, monkeypatch):
     """Puts a peer's module, that looks behind a query or not, where imports find it."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    return lambda name, behind: write(
-        peer_selection.PEERS[name][1], f"    BEHIND = {behind}\n{OTHERS}"
-    )
+    named = lambda name: peer_selection.PEERS[name][1]
+    return lambda name, behind: write(named(name), f"    BEHIND = {behind}\n{OTHERS}")
 
 
 def selection_of(name, device, shape=SHAPE, sharing="random"):

@@ -119,9 +119,8 @@ runtime:
     assert source(here)["NSA_SEL_TRITON_MIN_L"] == "c.yaml runtime.devices.NVIDIA H200"
     # What replace() changes is an argument; what it leaves stays what it was.
     changed = replace(env, sel_triton_min_L=4096, fa2_min_len_win=7, use_fa2=True)
-    assert source(changed) == source(env) | dict.fromkeys(
-        ("NSA_SEL_TRITON_MIN_L", "NSA_FA2_MIN_LEN_WIN", "NSA_USE_FA2"), "argument"
-    )
+    names = "NSA_SEL_TRITON_MIN_L", "NSA_FA2_MIN_LEN_WIN", "NSA_USE_FA2"
+    assert source(changed) == source(env) | dict.fromkeys(names, "argument")
     assert {"name": "NSA_USE_FA2", "value": True, "source": "argument"} in changed.effective()
 
 

@@ -91,9 +91,8 @@ def a_key_too_few(chunked):
         alone = seen.sum(-1, keepdim=True) < 2
         return seen & ((torch.arange(seen.shape[-1]) != oldest) | alone)
 
-    return lambda q, k, v, mask_of, *more: chunked(
-        q, k, v, lambda first, last: fewer(mask_of(first, last)), *more
-    )
+    mask = lambda mask_of: lambda first, last: fewer(mask_of(first, last))
+    return lambda q, k, v, mask_of, *more: chunked(q, k, v, mask(mask_of), *more)
 
 
 PLANTED = {  # operation, where, what, and what is told

@@ -9,14 +9,8 @@ import torch
 
 from bench.parity import MAE_LIMIT, assert_parity, measure_parity
 from nsa import oracle, select
-from nsa.tests.helpers import (
-    BLOCK_KINDS,
-    RANGE_KINDS,
-    make_block_indices,
-    make_ranges,
-    randn,
-    sent,
-)
+from nsa.tests.helpers import BLOCK_KINDS, RANGE_KINDS, make_block_indices, make_ranges, randn
+from nsa.tests.helpers import sent as rows_sent
 
 ORACLE = randn(4, 8, 64, seed=1, dtype=torch.float64) * 0.1
 GOOD = ORACLE.to(torch.bfloat16)
@@ -134,7 +128,7 @@ def test_record_is_emitted_pass_or_fail(monkeypatch):
         with pytest.raises(AssertionError, match="bad fwd: FAIL: mae"):
             assert_parity("bad", "fwd", GOOD * 0, ORACLE, GOOD, **kw)
 
-    _, rows = sent(monkeypatch, both)
+    _, rows = rows_sent(monkeypatch, both)
     assert [(r["case"], r["status"]) for r in rows] == [("good", "PASS"), ("bad", "FAIL")]
     assert {r["kind"] for r in rows} == {"parity"}
     assert rows[0]["launches"] == {"_k": 3} and rows[0]["dtype"] == "bfloat16"

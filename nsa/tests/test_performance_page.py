@@ -104,10 +104,8 @@ def test_numbers_beside_others_are_of_rows(direction, names):
 
 def test_numbers_of_decode_steps_are_of_rows():
     """Microseconds of steps by graph and of dense attention beside them; of the layer's steps."""
-    rows = {
-        f"{r['B']}, {int(r['S']) // 1024}k": r
-        for r in rows_of("2026-11-25-h200/decode_serving-66a1788")
-    }
+    rows = rows_of("2026-11-25-h200/decode_serving-66a1788")
+    rows = {f"{r['B']}, {int(r['S']) // 1024}k": r for r in rows}
     steps, layers = tables("Decode")[0][2:], tables("The layer's step")[0][2:]
     assert len(steps) == len(layers) == 6
     for name, one, _, dense, *_ in steps:
@@ -126,11 +124,8 @@ def test_numbers_of_decode_steps_are_of_rows():
 def test_numbers_of_steps_over_fp8_are_of_rows(card):
     """Microseconds of both dtypes of the cache, and their ratio."""
     rows = rows_of(f"2026-11-26-{card.lower()}/decode_fp8-4e55a09")
-    exact = {
-        r["kv_cache_dtype"]: float(r["ms_total"]) * 1e3
-        for r in rows
-        if (r["B"], r["S"]) == ("64", "32768")
-    }
+    rows = [r for r in rows if (r["B"], r["S"]) == ("64", "32768")]
+    exact = {r["kv_cache_dtype"]: float(r["ms_total"]) * 1e3 for r in rows}
     bf16, fp8 = exact["auto"], exact["fp8_e4m3"]
     (line,) = [line for line in tables("FP8 caches")[0] if line[0] == card]
     assert line[1:4] == [f"{bf16:.1f}", f"{fp8:.1f}", f"{bf16 / fp8:.2f}x"]
@@ -160,16 +155,13 @@ def test_numbers_of_generated_text_are_of_rows(number, name):
 
 def test_numbers_of_the_readme_are_of_rows():
     """The paper's sizes: NSA, dense attention and their ratio; decode steps as graphs."""
-    prefill = rows_of("2026-11-27-h200/prefill_sharing-b89294a")
-    known = {
-        ({"fwd": "forward", "bwd": "backward"}[r["direction"]], r["S"]): (
-            r["ms"], r["dense_ms"], r["speedup"],
-        )
-        for r in prefill if r["op"] == "full" and r["dense_ms"]
-    } | {
-        (r["B"], r["S"]): (r["ms_graph"], r["graph_base_ms"], r["graph_speedup"])
-        for r in rows_of("2026-11-25-h200/decode_serving-66a1788")
-    }  # fmt: skip
+    known = {}
+    for r in rows_of("2026-11-27-h200/prefill_sharing-b89294a"):
+        if r["op"] == "full" and r["dense_ms"]:
+            what = {"fwd": "forward", "bwd": "backward"}[r["direction"]]
+            known[what, r["S"]] = r["ms"], r["dense_ms"], r["speedup"]
+    for r in rows_of("2026-11-25-h200/decode_serving-66a1788"):
+        known[r["B"], r["S"]] = r["ms_graph"], r["graph_base_ms"], r["graph_speedup"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "b89294a (decode 66a1788)" in " ".join(readme.split())
     line = r"^\| (?:decode step, )?(forward|backward|\d+).*?(\d+)k.*?\|(.*)\|$"

@@ -63,10 +63,8 @@ def test_corpus_is_the_one_described_and_split_without_overlap():
 
 
 def run_of(*losses):
-    rows = [
-        {"step": i, "loss": x, "val_loss": None, "lr": 1e-3, "tokens_per_s": None}
-        for i, x in enumerate(losses)
-    ]
+    row = {"val_loss": None, "lr": 1e-3, "tokens_per_s": None}
+    rows = [{"step": i, "loss": x, **row} for i, x in enumerate(losses)]
     return ts.Run(None, rows, [1.0] * len(rows), 0.1, 1.0, 1.0, {}, {}, {})
 
 
