@@ -20,6 +20,7 @@ from scripts.fuzz.check import check
 from scripts.fuzz.judge import attend, attend_in_dtype
 from scripts.oneshot.record.judge import judge
 from scripts.oneshot.record.model import Status
+from scripts.oneshot.record.rows import parse_row
 from scripts.oneshot.run import stages
 
 # ---- short runs ----------------------------------------------------------------------------------
@@ -121,6 +122,12 @@ PLANTED = {  # operation, where, what, and what is told
 FUZZ = next(s for s in stages.plan("full") if s.id == "fuzz")
 
 
+def rows_of(monkeypatch, argv):
+    """(exit code, rows that a report reads) of the command."""
+    code, rows = sent(monkeypatch, fuzz.main, argv)
+    return code, [parse_row(json.dumps(row).encode()) for row in rows]
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found_and_repeated(name, monkeypatch, capsys, tmp_path):
     operation, (where, what), plant, told = PLANTED[name]
@@ -130,7 +137,7 @@ def test_a_planted_fault_is_found_and_repeated(name, monkeypatch, capsys, tmp_pa
         faulty.setattr(where, what, plant(getattr(where, what)))
         argv = ["--operations", operation, "--routes", "reference", "--examples", "200",
                 "--last", str(tmp_path / "last.json")]  # fmt: skip
-        code, rows = sent(monkeypatch, fuzz.main, argv)
+        code, rows = rows_of(monkeypatch, argv)
         assert code == 1
         printed = capsys.readouterr().out
         assert told in printed and "1 faults: seed 0" in printed
@@ -199,7 +206,7 @@ def test_the_stage_passes_where_every_operation_ran(monkeypatch):
     monkeypatch.setattr(fuzz, "check", lambda case, device: 0.5)
     for operations, status in ((OPERATIONS, Status.PASS), (OPERATIONS[1:], Status.NOT_RUN)):
         argv = ["--operations", ",".join(operations), "--routes", "sdpa", "--examples", "3"]
-        code, rows = sent(monkeypatch, fuzz.main, argv)
+        code, rows = rows_of(monkeypatch, argv)
         assert code == 0 and judge(FUZZ, 0, rows).status is status
 
 
