@@ -1,7 +1,5 @@
 """The benches of several GPUs on two CPU processes: they prove what they time."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import bench_context_parallel
+from bench import bench_context_parallel as bench
 from bench.records import read_csv
 from nsa import launches
 
@@ -92,9 +90,8 @@ def test_two_ranks_exchange_and_have_no_number_for_what_did_not_do_its_work(two_
     for rank in range(2):
         codes = (out / f"nccl.csv.codes{rank}").read_text().split()
         assert len(codes) == 4 and codes[0] == "1" and codes[-1] == "0"
-    assert [(r["op"], r["mib"], r["world"]) for r in right] == [
-        ("all_reduce", 1, 2), ("all_gather", 1, 2)
-    ]  # fmt: skip
+    assert [r["op"] for r in right] == ["all_reduce", "all_gather"]
+    assert all((r["mib"], r["world"]) == (1, 2) for r in right)
     for row, share in zip(right, (1.0, 0.5), strict=True):
         assert row["parity"]["status"] == "PASS" and row["path_taken"] == "gloo"
         assert row["algbw_gbs"] == pytest.approx(2**20 / row["median_us"] / 1e3)
@@ -104,8 +101,8 @@ def test_two_ranks_exchange_and_have_no_number_for_what_did_not_do_its_work(two_
 
 def test_one_dead_rank_ends_the_others(tmp_path):
     script = tmp_path / "one.py"
-    script.write_text("import os, time\nif os.environ['RANK'] == '1': os._exit(7)\n"
-                      "time.sleep(60)\n")  # fmt: skip
+    dies = "if os.environ['RANK'] == '1': os._exit(7)"
+    script.write_text(f"import os, time\n{dies}\ntime.sleep(60)\n")
     done, _ = ranks(str(script))
     assert done.returncode == 7 and "rank 1 of 2 ended with exit code 7" in done.stdout
 
@@ -123,20 +120,13 @@ def test_two_ranks_are_checked_and_timed(two_ranks):
     assert float(steps["tokens_per_s"]) == pytest.approx(1e3 / float(steps["ms"]), rel=1e-4)
 
 
-@pytest.fixture
-def alone():
-    """The whole sequence on this rank, on the reference."""
-    args = bench_context_parallel.parse(SMALL)
-    return bench_context_parallel.Sequence1(args, 64, None, torch.device("cpu"))
-
-
 def test_timed_steps_do_their_work(monkeypatch):
     """One that returns what an earlier step had, or what is off by a little, is told."""
-    args = bench_context_parallel.parse([*SMALL, "--iters", "3"])
-    x, clocked = bench_context_parallel.made(args, 64, "decode", None, torch.device("cpu"))
+    args = bench.parse([*SMALL, "--iters", "3"])
+    x, clocked = bench.made(args, 64, "decode", None, torch.device("cpu"))
     found = clocked(None, 1)
     assert not found.why and found.judged[0].status == "PASS" and len(found.samples) == 3
-    assert len(found.left) == 3 * bench_context_parallel.STEPS
+    assert len(found.left) == 3 * bench.STEPS
     real, first = x.step, x.step()
     monkeypatch.setattr(x, "step", lambda: first)
     assert "what an earlier one had returned" in "; ".join(clocked(None, 1).why)
@@ -145,35 +135,28 @@ def test_timed_steps_do_their_work(monkeypatch):
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_timed_calls_do_their_work(direction, alone, monkeypatch):
-    """One that returns what an earlier call had computed, or what is off by a little, is told."""
-    real, kept = alone.forward, []
-    time = lambda: bench_context_parallel.timed(alone, direction, 4, None, 1)
-    found = time()
-    assert not found.why and found.judged[0].status == "PASS" and len(found.samples) == 4
+def test_timed_calls_do_their_work(direction, monkeypatch):
+    """One that returns what an earlier call had computed, or what is off by a little, or launches
+    other kernels, is told."""
+    alone = bench.Sequence1(bench.parse(SMALL), 64, None, torch.device("cpu"))
+    real, kept, n = alone.forward, [None], iter(range(999))
+
+    def time(forward):
+        monkeypatch.setattr(alone, "forward", forward)
+        return bench.timed(alone, direction, 4, None, 1)
 
     def every_second():
-        if len(kept) % 2 == 0:
-            kept.append(real())
-        else:
-            kept.append(kept[-1])
-        return kept[-1]
-
-    if direction == "fwd":
-        monkeypatch.setattr(alone, "forward", every_second)
-        assert "what an earlier one had returned" in "; ".join(time().why)
-    monkeypatch.setattr(alone, "forward", lambda: real() * 1.01)
-    assert time().judged[0].status == "FAIL"
-
-
-def test_timed_calls_launch_the_same_kernels(alone, monkeypatch):
-    real, n = alone.forward, iter(range(99))
+        kept[0] = kept[0] if next(n) % 2 else real()
+        return kept[0]
 
     def sometimes():
         if next(n) % 3:
             launches.bump("_planted_kernel")
         return real()
 
-    monkeypatch.setattr(alone, "forward", sometimes)
-    found = bench_context_parallel.timed(alone, "fwd", 4, None, 1)
-    assert found.why == ["timed calls launched different kernels"]
+    found = time(real)
+    assert not found.why and found.judged[0].status == "PASS" and len(found.samples) == 4
+    assert time(lambda: real() * 1.01).judged[0].status == "FAIL"
+    if direction == "fwd":
+        assert "what an earlier one had returned" in "; ".join(time(every_second).why)
+        assert time(sometimes).why == ["timed calls launched different kernels"]

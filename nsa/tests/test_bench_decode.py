@@ -1,8 +1,7 @@
 """Does the decode bench time what it says, prove it, count true reads, and refuse what is wrong?"""
 
-from __future__ import annotations
-
 import csv
+import itertools
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -13,7 +12,7 @@ import torch
 from bench import bench_decode, summarize_decode_csv
 from bench.bench_decode import branch_case, total_case
 from bench.decode_step import BRANCHES, Step
-from bench.records import read_csv
+from bench.records import csv_text, read_csv
 from bench.timing import Budget, Contender, NotRight, measure, prove
 from nsa import attention, blocks, dispatch
 from nsa.config import NSAConfig
@@ -33,10 +32,15 @@ QUICK = dict(device_s=0.02, wall_s=0.2, warm_s=0.0, warm_cap_s=0.05)
 BUDGET = Budget(min_n=6, **QUICK)
 
 
-def make(S=41, batch=1, dtype=torch.float32, **kw):
+def make(S=41, batch=1, dtype=torch.float32, dv=8, device="cpu", **kw):
     torch.manual_seed(0)
-    config = NSAConfig(32, 4, 2, 16, 8, **SIZES)
-    return Step(NSAAttention(config).to(dtype), batch, S, **kw)
+    layer = NSAAttention(NSAConfig(32, 4, 2, 16, dv, **SIZES)).to(device, dtype)
+    return Step(layer, batch, S, **kw)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return make(batch=2)
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +49,6 @@ def one_thread():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def step():
-    return make(batch=2)
 
 
 def sent(monkeypatch, *arguments, replaced=()):
@@ -168,6 +167,27 @@ def test_bare_csv_goes_to_stdout_alone(capsys, monkeypatch):
     assert {b for b in BRANCHES if row[f"ms_{b}"]} == {"sel"} and err.startswith("decode/S=9 ")
 
 
+@pytest.mark.parametrize("computes", [
+    lambda n: n % 2, lambda n: n % 2 == 0, lambda n: n % 7, lambda n: False,
+], ids=["odd calls", "even calls", "not every seventh", "never again"])  # fmt: skip
+def test_a_step_that_remembers_is_told(computes, monkeypatch):
+    """From its ninth call on, where it should compute."""
+    real, calls, kept = attention.nsa_decode, itertools.count(1), []
+
+    def remembers(*args, **how):
+        n = next(calls)
+        if n <= 8 or computes(n):
+            kept[:] = [real(*args, **how)]
+        return kept[0]
+
+    replaced = [(attention, "nsa_decode", remembers)]
+    _, rows = sent(monkeypatch, "--S_list", "41", *NONE, replaced=replaced)
+    rows = {row["bench"]: row for row in rows if "case" in row}
+    assert {"decode", "decode_module"} <= set(rows)
+    for row in rows.values():
+        assert row["status"] in ("INVALID", "FAILED") and row["median_us"] is None, row
+
+
 # ---- what is timed -------------------------------------------------------------------------------
 
 
@@ -193,21 +213,16 @@ FUNCTIONS = dict(cmp="compressed_attention", sel="_selected", win="sliding_atten
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_branch_alone_does_no_other_branchs_work(step, branch, monkeypatch):
-    """The other branches' keys may hold anything, and their functions are never called."""
+    """The other branches' functions are never called; who runs the whole step gets no number,
+    since its result is right and its time is the step's."""
     case = branch_case(step, branch, {})
-    for other, name in FUNCTIONS.items():
-        if other != branch:
-            monkeypatch.setattr(attention, name, lambda *_, **__: pytest.fail("another branch"))
-    with dispatch.trace() as taken:
+    with dispatch.trace() as taken, monkeypatch.context() as patch:
+        for other in {*FUNCTIONS} - {branch}:
+            patch.setattr(attention, FUNCTIONS[other], lambda *_, **__: pytest.fail("another"))
         prove(case, case.candidate, 3, "check")
     # refill chooses the blocks, by the reference; nothing else runs beside the branch itself.
-    ran = [t.branch.value for t in taken if t.branch is not dispatch.Branch.BLOCKS]
-    assert ran == [{"cmp": "compressed", "sel": "selected", "win": "sliding"}[branch]]
-
-
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_a_branch_that_runs_the_whole_step_gets_no_number(step, branch, monkeypatch):
-    """Its result is right, its time is the step's."""
+    (ran,) = [t.branch.value for t in taken if t.branch is not dispatch.Branch.BLOCKS]
+    assert ran == dict(cmp="compressed", sel="selected", win="sliding")[branch]
     alone, whole = step.alone(branch), step.total()
     monkeypatch.setattr(step, "alone", lambda _: lambda: whole() and alone())
     row = measured(branch_case(step, branch, {}))
@@ -280,26 +295,19 @@ def test_a_kernel_that_fell_back_is_invalid(monkeypatch):
 # ---- the Triton step -----------------------------------------------------------------------------
 
 
-def triton_step(device):
-    torch.manual_seed(0)
-    layer = NSAAttention(NSAConfig(32, 4, 2, 16, 16, **SIZES)).to(device, torch.float16)
-    flags = Flags(use_triton_sel=True, sel_triton_min_L=1, triton_sel_force=True)
-    return Step(layer, 1, 41, flags=flags, backend="triton")
-
-
 @pytest.mark.kernel
 def test_the_triton_step_and_its_branches_are_proven_by_their_launches(kernel_device):
     """And a branch never reads the others' keys."""
-    step = triton_step(kernel_device)
+    how = dict(flags=helpers.TRITON, backend="triton")
+    step = make(dtype=torch.float16, dv=16, device=kernel_device, **how)
     assert (step.path, step.requested) == ("triton", "triton")
     case = total_case(step, {})
     parity, _ = prove(case, case.candidate, 1, "step")
     assert set(parity.launches) == set(step.kernels()) and parity.path_taken == "triton"
     assert step.kernels(branch="cmp") == step.kernels(branch="win")
     assert step.kernels(branch="sel")[0] == "_decode_selected_kernel"
-    assert {*step.kernels(branch="cmp"), *step.kernels(branch="sel")} == {
-        "_decode_scan_kernel", "_decode_selected_kernel", "_decode_merge_kernel",
-    }  # fmt: skip
+    names = {f"_decode_{name}_kernel" for name in ("scan", "selected", "merge")}
+    assert {*step.kernels(branch="cmp"), *step.kernels(branch="sel")} == names
     for branch in BRANCHES:
         case = branch_case(step, branch, {})
         parity, _ = prove(case, case.candidate, 2, branch)
@@ -334,22 +342,17 @@ NEEDED = summarize_decode_csv.NEEDED
 
 
 def line(**changes):
-    base = dict.fromkeys(NEEDED, "")
-    base |= {
+    return dict.fromkeys(NEEDED, "") | {
         "S": "512", "ms_total": "0.5", "ms_cmp": "0.1", "ms_sel": "0.25", "ci_low": "0.49",
         "ci_high": "0.52", "reads_actual_decode": "90", "reads_expected_decode": "90",
         "speedup": "3.21", "speedup_low": "3.1", "speedup_high": "3.3", "baseline": "dense",
-        "status": "VALID", "path": "triton", "cache": "cold", "device": "NVIDIA H200",
+        "status": "VALID", "path": "triton", "cache": "cold", "device": "NVIDIA H200", **changes,
     }  # fmt: skip
-    return {**base, **changes}
 
 
 def summary(tmp_path, capsys, rows, header=NEEDED):
-    path = tmp_path / "d.csv"
-    text = "\n".join(",".join(row[name] for name in header) for row in rows)
-    path.write_text(",".join(header) + "\n" + text + ("\n" if text else ""))
-    code = summarize_decode_csv.main([str(path)])
-    return code, *capsys.readouterr()
+    (tmp_path / "d.csv").write_text(csv_text(rows, header))
+    return summarize_decode_csv.main([str(tmp_path / "d.csv")]), *capsys.readouterr()
 
 
 def test_summary_shows_shares_reads_and_gaps(tmp_path, capsys):
@@ -367,14 +370,14 @@ def test_summary_shows_shares_reads_and_gaps(tmp_path, capsys):
 def test_the_second_table_says_whose_time_is_whose_and_what_binds(tmp_path, capsys):
     names = [name for _, *three in summarize_decode_csv.MORE for name in three if name]
     more = {name: str(i) for i, name in enumerate(names, 1)}
-    rows = [line(**more, B="1", launch_bound="True"),
-            line(**more, B="64", launch_bound="False"),
-            line(**dict.fromkeys(names, ""), B="2", launch_bound="")]  # fmt: skip
+    none = dict.fromkeys(names, "")
+    told = (more, "1", "True"), (more, "64", "False"), (none, "2", "")
+    rows = [line(**known, B=B, launch_bound=bound) for known, B, bound in told]
     code, out, _ = summary(tmp_path, capsys, rows, (*NEEDED, *names, "B", "launch_bound"))
     assert code == 0
     _, _, table = out.partition("As a CUDA graph")
-    head, _, *lines = [[c.strip() for c in t.strip("| ").split(" | ")]
-                       for t in table.splitlines() if t.startswith("|")]  # fmt: skip
+    table = [t.strip("| ").split(" | ") for t in table.splitlines() if t.startswith("|")]
+    head, _, *lines = [[c.strip() for c in cells] for cells in table]
     first, second = (dict(zip(head, cells, strict=True)) for cells in lines)
     shown = {
         "B": "1", "eager step launch-bound": "yes", "graph ms [95 %]": "1.0000 [2.0000, 3.0000]",
@@ -386,16 +389,12 @@ def test_the_second_table_says_whose_time_is_whose_and_what_binds(tmp_path, caps
     assert second == first | {"B": "64", "eager step launch-bound": "no"}
 
 
-@pytest.mark.parametrize(
-    "rows, header, code, says",
-    [
-        ([], NEEDED, 3, "has no rows"),
-        ([dict(ms_total="nan")], NEEDED, 2, "d.csv:2: ms_total must be a finite number"),
-        ([dict(S="")], NEEDED, 2, "d.csv:2: S is empty"),
-        ([dict(speedup="fast")], NEEDED, 2, "d.csv:2: speedup must be"),
-        ([{}], ("S", "ms_total"), 2, "no column ms_cmp"),
-    ],
-)
+@pytest.mark.parametrize("rows, header, code, says", [
+    ([], NEEDED, 3, "has no rows"), ([{}], ("S", "ms_total"), 2, "no column ms_cmp"),
+    ([dict(ms_total="nan")], NEEDED, 2, "d.csv:2: ms_total must be a finite number"),
+    ([dict(S="")], NEEDED, 2, "d.csv:2: S is empty"),
+    ([dict(speedup="fast")], NEEDED, 2, "d.csv:2: speedup must be"),
+])  # fmt: skip
 def test_summary_of_nothing_and_of_something_else(rows, header, code, says, tmp_path, capsys):
     found, out, err = summary(tmp_path, capsys, [line(**changes) for changes in rows], header)
     assert (found, out) == (code, "") and says in err
@@ -413,22 +412,15 @@ def test_reads_are_counted_by_what_the_result_depends_on(S):
     assert step.seen == step.counted.expected_step == blocks.reads(S, **SIZES)
 
 
-def test_a_count_that_is_wrong_on_both_sides_is_told(monkeypatch):
-    """The cache's counter and the formula it is held against have the same fault."""
-    real = Step._count
-
-    def count(step):
-        right = real(step)
-        return replace(right, win=right.win - 1, expected_step=right.expected_step - 1)
-
-    monkeypatch.setattr(Step, "_count", count)
-    with pytest.raises(AssertionError, match="the cache counted reads .* its values reach"):
-        make(S=41)
-
-
 def test_a_step_that_reads_more_than_it_counts_is_told(monkeypatch):
-    """All keys' values reach the result, by a little, of the route that is timed alone."""
-    real = attention.nsa_decode
+    """Whether the cache's counter and the formula it is held against have the same fault, or all
+    keys' values reach the result, by a little, of the route that is timed alone."""
+    count, real = Step._count, attention.nsa_decode
+    short = lambda c: replace(c, win=c.win - 1, expected_step=c.expected_step - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "_count", lambda step: short(count(step)))
+        with pytest.raises(AssertionError, match="the cache counted reads .* its values reach"):
+            make(S=41)
 
     def beyond(q, cache, *rest, backend=None, **how):
         out, chosen = real(q, cache, *rest, backend=backend, **how)

@@ -1,7 +1,5 @@
 """Do the profiles' benches cover what they claim, with evidence enough for a threshold, in time?"""
 
-from __future__ import annotations
-
 import itertools
 import json
 from types import SimpleNamespace
@@ -25,11 +23,8 @@ def stages(profile):
 
 
 def cells(*stages):
-    return [
-        cell
-        for stage in stages
-        for cell in bench_sel_triton.cells(bench_sel_triton.parse(list(stage.argv[2:])))
-    ]
+    parsed = [bench_sel_triton.parse(list(stage.argv[2:])) for stage in stages]
+    return [cell for args in parsed for cell in bench_sel_triton.cells(args)]
 
 
 @pytest.mark.parametrize("profile", MINUTES)
@@ -42,14 +37,11 @@ def test_estimates_fit_the_profile_and_limits_leave_room(profile):
 @pytest.mark.parametrize("profile", ["standard", "full"])
 def test_the_threshold_gets_enough_lengths_of_every_distribution(profile):
     planned = stages(profile)
-    needs = planned["threshold"].needs
-    assert needs == ("sel_route.csv",)
-    assert {c.mode for c in cells(planned["sel_route"])} == {"route"}
-    writers = [s for s in planned.values() if set(s.outputs) & set(needs)]
-    assert {o for s in writers for o in s.outputs} == set(needs)
+    assert planned["threshold"].needs == planned["sel_route"].outputs == ("sel_route.csv",)
     order = list(planned)
-    assert all(order.index(s.id) < order.index("threshold") for s in writers)
-    found = cells(*writers)
+    assert order.index("sel_route") < order.index("threshold")
+    found = cells(planned["sel_route"])
+    assert {c.mode for c in found} == {"route"}
     lengths = {dist: {c.L for c in found if c.dist == dist} for dist in ("few", "many", "mixed")}
     assert all(len(x) >= MIN_LENGTHS for x in lengths.values())
     assert len(set(map(frozenset, lengths.values()))) == 1
@@ -59,9 +51,8 @@ def test_the_threshold_gets_enough_lengths_of_every_distribution(profile):
 
 def test_full_is_the_whole_matrix():
     planned = stages("full")
-    want = set(itertools.product(
-        (16, 32, 64, 128, 256, 512, 1024), (64, 256, 1024), (2, 4, 8), WIDTHS, (1, 2)
-    ))  # fmt: skip
+    L = [16 * 2**i for i in range(7)]
+    want = set(itertools.product(L, (64, 256, 1024), (2, 4, 8), WIDTHS, (1, 2)))
     for id, dist in (("sel_dense", "few"), ("sel_varlen", "many"), ("sel_mixed", "mixed")):
         found = cells(planned[id])
         for mode in ("dense" if dist == "few" else "varlen", "ranges"):
@@ -88,8 +79,8 @@ def test_a_report_times_prefill_at_both_ends_of_what_neighbours_share(profile):
         every += [(stage.id, *cell) for cell in found]
     names = {bench_prefill.case_name(op, way, s, sharing) for _, s, op, way, sharing in every}
     assert len(names) == len(every)  # `compare` finds a case by its name
-    ends = {(op, way) for id, _, op, way, sharing in every
-            if id == "prefill_bench" and sharing == "shared"}  # fmt: skip
+    shared = [cell for cell in every if cell[4] == "shared"]
+    ends = {(op, way) for id, _, op, way, _ in shared if id == "prefill_bench"}
     both = set(itertools.product(("full", "sel"), ("fwd", "bwd")))
     assert ends == (set() if profile == "quick" else both)
     if profile == "full":
@@ -125,22 +116,20 @@ def test_what_a_reader_decides_by_comes_first(profile):
 def test_single_values_and_the_default_still_work():
     parsed = lambda text: list(bench_sel_triton.cells(bench_sel_triton.parse(text.split())))
     one = "--N 1024 --H 8 --D 128 --Dv 128 --L_list 64,256 --dist mixed --streams 2"
-    assert [c[:8] for c in parsed(one)] == [
-        (mode, "mixed", 1024, 8, 128, 128, L, 2) for L in (64, 256) for mode in ("varlen", "ranges")
-    ]
+    both = list(itertools.product((64, 256), ("varlen", "ranges")))
+    assert [(c.L, c.mode) for c in parsed(one)] == both
+    assert {(*c[1:6], c.streams) for c in parsed(one)} == {("mixed", 1024, 8, 128, 128, 2)}
     assert {(c.D, c.Dv) for c in parsed("--D 64,128")} == {(64, 64), (128, 128)}
     assert parsed("")[0].name == "sel/dense/few/N=256/H=8/D=64/Dv=64/L=64/streams=1"
 
 
 def test_fa2_default_lengths_can_carry_a_minimum_in_both_branches():
     args = bench_fa2.parse([])
-    rows = [
-        (f"f:{S}", {"branch": branch, "S": str(S), "w": str(args.w), "l": str(args.l),
-                    "d": str(args.d), "status": "VALID", "device": "x", "speedup": "1.3",
-                    "ci_low": "1.3", "ci_high": "1.4", "parity": "PASS", "path": "fa2_torch"})
-        for S in args.S_list for branch in args.branches
-    ]  # fmt: skip
+    row = dict(status="VALID", device="x", speedup="1.3", ci_low="1.3", ci_high="1.4")
+    row |= dict(parity="PASS", path="fa2_torch", w=str(args.w), l=str(args.l), d=str(args.d))
     for branch in ("win", "cmp"):
+        assert branch in args.branches
+        rows = [(f"f:{S}", {**row, "branch": branch, "S": str(S)}) for S in args.S_list]
         found = fa2_cells(rows, branch)
         assert missing_evidence(found, ()) == []
         assert min(c.length for c in found) <= 64 and max(c.length for c in found) >= 255
@@ -176,13 +165,13 @@ def test_a_bench_goes_on_where_a_case_does_not_fit(
     for call in ("reset_peak_memory_stats", "max_memory_allocated", "empty_cache"):
         monkeypatch.setattr(torch.cuda, call, lambda: 0)
     card = SimpleNamespace(name="a card", nominal=lambda: None)
-    monkeypatch.setattr(main, "Gpu", lambda: card)
-    monkeypatch.setattr(main, "CudaClock", lambda: SimpleNamespace(timer="none"))
-    monkeypatch.setattr(main, "provenance", lambda gpu: provenance(None))
-    monkeypatch.setattr(main, "ceilings", lambda *_: Ceilings(None, None, "unknown"))
+    for where, what, result in (
+        (main, "Gpu", card), (main, "CudaClock", SimpleNamespace(timer="none")),
+        (main, "provenance", provenance(None)), (main, "ceilings", Ceilings(None, None, "unknown")),
+        (bench_fa2.fa2, "probe", SimpleNamespace(why_not=None, source="x")),
+    ):  # fmt: skip
+        monkeypatch.setattr(where, what, lambda *_, result=result: result)
     monkeypatch.setattr(owner, name, fails)
-    usable = SimpleNamespace(why_not=None, source="x")
-    monkeypatch.setattr(bench_fa2.fa2, "probe", lambda: usable)
     assert bench.main([*argv.split(), "--csv", str(path)]) == 3
     rows = read_csv(path)
     assert len(seen) == len(rows) == cells
@@ -199,11 +188,9 @@ def test_a_bench_goes_on_where_a_case_does_not_fit(
 ])  # fmt: skip
 def test_the_exit_code_tells_what_became_of_the_rows(lines, code, tmp_path):
     """With every row in the CSV, whatever became of it."""
-    proof = dict(parity={"status": "PASS"}, path_taken="triton", median_us=2.0)
-    rows = [
-        BenchRow("b", str(i), status, why=("x",), **(proof if status == "VALID" else {}))
-        for i, (status, _) in enumerate(lines)
-    ]
+    proof = {"VALID": dict(parity={"status": "PASS"}, path_taken="triton", median_us=2.0)}
+    row = lambda i, status: BenchRow("b", str(i), status, why=("x",), **proof.get(status, {}))
+    rows = [row(i, status) for i, (status, _) in enumerate(lines)]
     args = SimpleNamespace(csv=str(tmp_path / "rows.csv"))
     told = [(row, {**row.csv(), **more}, "") for row, (_, more) in zip(rows, lines, strict=True)]
     assert main.write_rows(args, ("case", "status"), told) == code

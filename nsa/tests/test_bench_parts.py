@@ -1,41 +1,31 @@
 """What the GPU benches rest on and a CPU can check: work counts, spans, box health, descriptors."""
 
-from __future__ import annotations
-
+import importlib
 import json
 import random
 import sys
-import types
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from bench import (
-    bench_context_parallel,
-    bench_decode,
-    bench_fa2,
-    bench_generate,
-    bench_peers,
-    bench_prefill,
-    bench_sel_triton,
-    health,
-)
+from bench import bench_context_parallel as RANKS
+from bench import bench_decode as DECODE
+from bench import bench_fa2 as FA2
+from bench import bench_generate as GENERATE
+from bench import bench_peers as PEERS
+from bench import bench_prefill as PREFILL
+from bench import bench_sel_triton as SEL
+from bench import health
 from bench.device import Ceilings, Gpu, ceilings
 from bench.parity import never_launched
-from bench.prefill_inputs import (
-    DOCUMENT,
-    NOISE,
-    SHARING,
-    Pack,
-    Prefill,
-    Projections,
-    distinct_blocks,
-)
+from bench.prefill_inputs import DOCUMENT, NOISE, Pack, Prefill, Projections, distinct_blocks
 from bench.proof import NotRight, Turns, prove
 from bench.roofline import BACKWARD, Shape, bytes_needed, flops, pairs
 from bench.timing import Budget, measure
-from nsa import launches, oracle, select
+from nsa import NSAConfig, NSALanguageModel, launches, oracle, select
 from nsa.flags import Flags
 from nsa.kernels.row_tiles import tma_usable
 from nsa.tests.helpers import SteadyClock, randn
@@ -44,7 +34,7 @@ SMALL = Shape(77, B=2, HQ=6, G=2, D=16, Dv=8, l=8, d=4, l_sel=16, n_sel=3, w=20)
 
 
 def test_pairs_are_those_of_the_oracle():
-    """Query by query, as the equations have it."""
+    """Query by query, as the equations have it; FLOPs and bytes follow from them."""
     s, want = SMALL, dict.fromkeys(("cmp", "sel", "win", "dense"), 0)
     for t in range(s.S):
         chosen = list(range(t // s.l_sel + 1))[-s.n_sel :]  # any n_sel count alike, own included
@@ -53,15 +43,11 @@ def test_pairs_are_those_of_the_oracle():
         want["win"] += min(s.w, t + 1)
         want["dense"] += t + 1
     assert pairs(s) == want
-
-
-def test_flops_and_bytes_follow_from_the_pairs():
-    s, n = SMALL, pairs(SMALL)
-    assert flops(s, "win") == 2 * n["win"] * 2 * 6 * (16 + 8)
+    assert flops(s, "win") == 2 * want["win"] * 2 * 6 * (16 + 8)
     # Four products and two sums turn a pair of the 6 query heads and 3 * 2 key heads.
     assert flops(s, "turn") == 2 * 77 * (6 + 6) * 8 * 6
     assert bytes_needed(s, "turn") == 2 * (2 * 77 * (6 * 16 + 6 * 16 + 6 * 8)) * 2
-    assert flops(s, "select") == 2 * n["cmp"] * 2 * 6 * 16
+    assert flops(s, "select") == 2 * want["cmp"] * 2 * 6 * 16
     assert flops(s, "full") == sum(flops(s, part) for part in ("cmp", "sel", "win", "select"))
     assert flops(s, "dense", backward=True) == int(BACKWARD * flops(s, "dense"))
     q, out, kv = 2 * 77 * 6 * 16, 2 * 77 * 6 * 8, 2 * 77 * 2 * (16 + 8)
@@ -70,25 +56,25 @@ def test_flops_and_bytes_follow_from_the_pairs():
     assert bytes_needed(s, "sel") == bytes_needed(s, "win") + 2 * 77 * 2 * 3 * 4
 
 
-@pytest.mark.parametrize("dist", bench_sel_triton.DISTRIBUTIONS)
 @pytest.mark.parametrize("L", [1, 2, 16, 333])
-def test_spans_are_disjoint_and_sum_to_L(dist, L):
-    gen, counts = torch.Generator().manual_seed(0), set()
-    for _ in range(30):
-        spans = bench_sel_triton.spans_of(dist, L, 700, gen)
-        counts.add(len(spans))
-        assert sum(b - a for a, b in spans) == L
-        assert all(a < b for a, b in spans) and spans[0][0] >= 0 and spans[-1][1] <= 700
-        assert all(x[1] <= y[0] for x, y in zip(spans, spans[1:], strict=False))
+def test_spans_are_disjoint_and_sum_to_L(L):
     expected = {"few": {1}, "many": {min(8, L)}, "mixed": {min(n, L) for n in (2, 4, 8)}}
-    assert counts == expected[dist]
+    assert set(expected) == set(SEL.DISTRIBUTIONS)
+    for dist, counts in expected.items():
+        gen = torch.Generator().manual_seed(0)
+        drawn = [SEL.spans_of(dist, L, 700, gen) for _ in range(30)]
+        assert {len(spans) for spans in drawn} == counts
+        for spans in drawn:
+            ends = [0, *(end for span in spans for end in span), 700]
+            assert ends == sorted(ends) and all(a < b for a, b in spans)
+            assert sum(b - a for a, b in spans) == L
 
 
 @pytest.mark.parametrize("L, n_sel", [(128, 8), (512, 16), (384, 16), (48, 3), (16, 16)])
 def test_decode_blocks_are_clamped_at_the_newest_token(L, n_sel):
     gen, size = torch.Generator().manual_seed(0), L // n_sel
     for _ in range(10):
-        spans = bench_sel_triton.block_spans(L, n_sel, 4096, gen)
+        spans = SEL.block_spans(L, n_sel, 4096, gen)
         assert len(spans) == n_sel and spans[0][0] == 0 and spans[-1][1] <= 4096
         lengths = [b - a for a, b in spans]
         assert lengths == [size] * (n_sel - 1) + [size - size // 2]
@@ -99,32 +85,28 @@ def test_a_sweep_writes_what_it_timed(monkeypatch, capsys):
     """A row per choice of tiles, the wrong and the failed ones with their reason and no time."""
     pytest.importorskip("triton")
     want = torch.ones(4, 2, 8, dtype=torch.float64)
-    rows = types.SimpleNamespace(
-        q=want.half(), refill=lambda seed: None, exact=lambda dtype=None: want
-    )
+    rows = SimpleNamespace(q=want.half(), refill=lambda seed: 0, exact=lambda dtype=None: want)
 
     def candidate(rows, flags, tiles):
         right = lambda part: want.half() * (2 if tiles.num_stages == 2 else 1)
         fails = mock.Mock(side_effect=RuntimeError("out of resource"))
         return fails if tiles.num_stages == 3 else right, "triton", "_kernel"
 
-    monkeypatch.setattr(bench_sel_triton.Cell, "rows", lambda cell, dtype: rows)
-    monkeypatch.setattr(bench_sel_triton, "candidate", candidate)
-    clock = types.SimpleNamespace(run=lambda calls, cold: [5.0] * len(calls))
-    args = bench_sel_triton.parse("--sweep 2 --N 4 --L_list 64 --dist few --csv".split())
-    tried = bench_sel_triton.sweep(args, clock, None)
+    monkeypatch.setattr(SEL.Cell, "rows", lambda cell, dtype: rows)
+    monkeypatch.setattr(SEL, "candidate", candidate)
+    clock = SimpleNamespace(run=lambda calls, cold: [5.0] * len(calls))
+    args = SEL.parse("--sweep 2 --N 4 --L_list 64 --dist few --csv".split())
+    tried = SEL.sweep(args, clock, None)
     assert len(tried) == 2 * 3 * 3  # block_d 32 and 64, block_l 64
     by = {n: [r for r in tried if r["num_stages"] == n] for n in (1, 2, 3)}
     assert [r["rank"] for r in by[1]] == list(range(1, 7)) and by[1][0]["ms"] == 0.005
     assert all(r["status"] == "FAILED" and "ms" not in r for r in by[2] + by[3])
     assert by[2][0]["why"] == "wrong" and by[3][0]["why"] == "RuntimeError: out of resource"
-    columns = {*bench_sel_triton.SWEEP_COLUMNS, *bench_sel_triton.Cell._fields}
+    columns = {*SEL.SWEEP_COLUMNS, *SEL.Cell._fields}
     assert {"L", "dtype", "block_dv"} <= set(tried[0]) <= columns
     assert "6 right, 12 do not fit" in capsys.readouterr().err
 
 
-SEL, PREFILL, FA2, DECODE = bench_sel_triton, bench_prefill, bench_fa2, bench_decode
-PEERS, GENERATE, RANKS = bench_peers, bench_generate, bench_context_parallel
 NO_FILE = "wants a file that can be written, got "
 
 
@@ -150,8 +132,7 @@ NO_FILE = "wants a file that can be written, got "
     (FA2, "--seconds nan", "--seconds: must be a finite number above 0"),
     (FA2, "--S_list 64,64", "wants every integer once, got '64,64'"),
     (PREFILL, "--ops full,half", "--ops"), (PREFILL, "--directions up", "--directions"),
-    (PREFILL, "--G 0", "--G: must be"),
-    (PREFILL, "--d 24", "--d must divide --l, got 24 and 32"),
+    (PREFILL, "--G 0", "--G: must be"), (PREFILL, "--d 24", "--d must divide --l, got 24 and 32"),
     (DECODE, "--S_list 64,0", "--S_list: must be a whole number above 0, got '0'"),
     (DECODE, "--S_list 64;128", "--S_list: must be a whole number above 0"),
     (DECODE, "--S_list 64,4 --T 1,5", "--T: must be at most each context length, got 5"),
@@ -198,13 +179,9 @@ def test_block_quality_sees_every_wrong_choice():
     x.q, x.k_cmp = randn(1, 64, 2, 8, seed=0), randn(1, 15, 1, 8, seed=1)
     want = oracle.select_blocks(x.q.double(), x.k_cmp.double(), **x.sizes)
     row = want[0, 63, 0].tolist()
-
-    def quality(row):
-        chosen = want.clone()
-        chosen[0, 63, 0] = torch.tensor(row).int()
-        return x.block_quality(chosen).item()
-
-    assert quality(row) == pytest.approx(1.0)
+    quality = lambda row: x.block_quality(want.clone().index_put_(at, torch.tensor(row).int()))
+    at = tuple(torch.tensor(i) for i in (0, 63, 0))
+    assert quality(row).item() == pytest.approx(1.0)
     free = [b for b in row if b not in (0, 6, 7)][0]
     spare = next(b for b in range(1, 6) if b not in row)
     assert 0 < quality(sorted({*row, spare} - {free})) < 1
@@ -221,14 +198,13 @@ def test_distinct_blocks_are_counted_for_four_neighbours_at_a_time():
     assert distinct_blocks(torch.cat([blocks, blocks[:, [0] * 9]], 2)) == (3 + 8 + 1 + 1) / 4
 
 
-@pytest.mark.parametrize(
-    "sharing, least, most", [("random", 40, 60), ("shared", 20, 25), ("documents", 28, 42)]
-)
+@pytest.mark.parametrize("sharing, least, most", [
+    ("random", 40, 60), ("shared", 20, 25), ("documents", 28, 42),
+])  # fmt: skip
 def test_neighbours_share_what_the_sharing_says(sharing, least, most):
     """By the choice that NSA makes itself, in the last queries, at the paper's heads and blocks;
     the same for a seed, and in documents among the blocks of the own one. A shared query is another
     one's mixture with noise next to it, and nothing of it 128 tokens on."""
-    assert sharing in SHARING
     x = Prefill(Shape(8192, HQ=16, G=1), "cpu", torch.float32, sharing=sharing)
     x.refill(3)
     first, at = x.q.clone(), x.shape.S - 128
@@ -250,18 +226,17 @@ def test_neighbours_share_what_the_sharing_says(sharing, least, most):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("op", bench_prefill.READ_BLOCKS)
+@pytest.mark.parametrize("op", PREFILL.READ_BLOCKS)
 def test_a_row_counts_the_blocks_that_its_call_chose(op, kernel_device):
     shape = Shape(96, HQ=2, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=4, w=12)
     x = Prefill(shape, kernel_device, torch.float16, 2, sharing="shared")
-    case = proven(bench_prefill.attention_case(x, op, "fwd", {"S": 96}, baselines=[]))
-    assert case.name == (
-        f"prefill/{op}/fwd/S=96/HQ=2/G=1/D=16/Dv=16/l=8/d=4/l_sel=16/n_sel=4/w=12/shared"
-    )
+    case = proven(PREFILL.attention_case(x, op, "fwd", {"S": 96}, baselines=[]))
+    sizes = "S=96/HQ=2/G=1/D=16/Dv=16/l=8/d=4/l_sel=16/n_sel=4/w=12"
+    assert case.name == f"prefill/{op}/fwd/{sizes}/shared"
     want = select.select_blocks(x.q.double(), x.k_cmp.double(), **x.sizes)
     found = case.facts()["distinct_of_4"]
     assert found == pytest.approx(distinct_blocks(want), abs=0.2) and 2 < found < 5
-    assert {"sharing", "distinct_of_4", "draw"} <= set(bench_prefill.COLUMNS)
+    assert {"sharing", "distinct_of_4", "draw"} <= set(PREFILL.COLUMNS)
 
 
 def proven(case):
@@ -284,7 +259,7 @@ def test_a_branch_is_timed_beside_its_proof(direction, kernel_device, monkeypatc
     """Forward, the backward alone, or both in one call; nothing of a result that is off."""
     shape = Shape(40, HQ=2, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=3, w=12)
     x = Prefill(shape, kernel_device, torch.float16, 2)
-    case = proven(bench_prefill.attention_case(x, "win", direction, {"S": 40}))
+    case = proven(PREFILL.attention_case(x, "win", direction, {"S": 40}))
     ways = direction.split("+")
     assert case.flops == sum(flops(shape, "win", way == "bwd") for way in ways)
     with launches.recording() as seen:
@@ -297,25 +272,20 @@ def test_a_branch_is_timed_beside_its_proof(direction, kernel_device, monkeypatc
         proven(case)
     if "bwd" in ways:
         with pytest.raises(AssertionError, match="gradient 0 of win"):
-            bench_prefill.attention_case(x, "win", direction, {})
+            PREFILL.attention_case(x, "win", direction, {})
 
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_the_rotary_turn_is_timed_beside_its_proof(direction, kernel_device, monkeypatch):
     """Of every column: a kernel that mixes up two branches has no number."""
-    shape = Shape(70, B=2, HQ=6, G=2, D=24, Dv=16, l=8, d=4, l_sel=16)
+    turn_split = importlib.import_module("nsa.kernels.prefill.turn_split")
+    real, shape = turn_split.turn_split, Shape(70, B=2, HQ=6, G=2, D=24, Dv=16, l=8, d=4, l_sel=16)
     x = Projections(shape, kernel_device, torch.float16)
-    case = proven(bench_prefill.turn_case(x, direction, {"S": 70}))
+    case = proven(PREFILL.turn_case(x, direction, {"S": 70}))
     assert case.columns["compared"].endswith("of 70 tokens")
-    from nsa.kernels.prefill import turn_split
-
-    real = turn_split.turn_split
-
-    def mixed_up(qkv, positions, parts, rope_base, backward):
-        q, k, v, other, *more = parts
-        real(qkv, positions, (q, other, v, k, *more), rope_base, backward)
-
+    mixed = lambda parts: (parts[0], parts[3], parts[2], parts[1], *parts[4:])
+    mixed_up = lambda qkv, at, parts, *base, **how: real(qkv, at, mixed(parts), *base, **how)
     monkeypatch.setattr(turn_split, "turn_split", mixed_up)
     with pytest.raises(NotRight):
         proven(case)
@@ -327,14 +297,13 @@ def test_a_pack_is_timed_beside_its_parts(direction, kernel_device, monkeypatch)
     shape = Shape(32, HQ=4, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=3, w=12)
     x = Pack(shape, kernel_device, torch.float16)
     assert x.where(15) == (0, 0, 15) and x.where(18) == (16, 3, 2)
-    case = proven(bench_prefill.pack_case(x, direction, {"S": 32}))
+    case = proven(PREFILL.pack_case(x, direction, {"S": 32}))
     assert [c.name for c in case.baselines] == ["nsa its parts"]
-    if direction == "bwd":
-        return
-    real = Pack.forward
-    monkeypatch.setattr(Pack, "forward", lambda x, op: real(x, op) + 0.1 * x.q)
-    with pytest.raises(NotRight):
-        proven(case)
+    if direction == "fwd":
+        real = Pack.forward
+        monkeypatch.setattr(Pack, "forward", lambda x, op: real(x, op) + 0.1 * x.q)
+        with pytest.raises(NotRight):
+            proven(case)
 
 
 @pytest.mark.kernel
@@ -342,26 +311,22 @@ def test_a_pack_is_timed_beside_its_parts(direction, kernel_device, monkeypatch)
 def test_routes_are_timed_beside_their_proof(dist, kernel_device, monkeypatch):
     """What a caller gets on Triton against packing plus SDPA; who returns something else has no
     number. One of the two on a clock."""
-    monkeypatch.setattr(bench_sel_triton, "DEVICE", kernel_device)
-    monkeypatch.setattr(bench_sel_triton, "CACHE_LEN", 64)
-    cell = bench_sel_triton.Cell("route", dist, 4, 2, 16, 16, 12, 1)
+    monkeypatch.setattr(SEL, "DEVICE", kernel_device)
+    monkeypatch.setattr(SEL, "CACHE_LEN", 64)
+    cell = SEL.Cell("route", dist, 4, 2, 16, 16, 12, 1)
     budget = Budget(device_s=0.02, wall_s=1.0, warm_s=0.0, warm_calls=1, min_n=3)
-
-    def row():
-        case = bench_sel_triton.case_of(cell, cell.rows(torch.float16), Flags(), {})
-        return measure(case, SteadyClock(), cold=False, budget=budget)
-
+    made = lambda: SEL.case_of(cell, cell.rows(torch.float16), Flags(), {})
     if dist == "few":
-        proven(bench_sel_triton.case_of(cell, cell.rows(torch.float16), Flags(), {}))
+        proven(made())
         return
+    row = lambda: measure(made(), SteadyClock(), cold=False, budget=budget)
     right = row()
     assert right.status in ("VALID", "UNSTABLE") and right.parity["status"] == "PASS", right.why
     assert right.path_taken == "triton_ranges"
     assert (right.baseline, right.path_requested) == ("packing", "triton")
     low, high = right.wall_speedup_ci95
     assert 0 < low <= right.wall_speedup <= high
-    from nsa.kernels.triton_sel_kernel import in_place
-
+    in_place = importlib.import_module("nsa.kernels.triton_sel_kernel.in_place")
     real = in_place.in_place
     beside = lambda q, k, v, ranges, plan: real(q, k, v, ranges + 1, plan)
     monkeypatch.setattr(in_place, "in_place", beside)
@@ -373,7 +338,7 @@ def test_routes_are_timed_beside_their_proof(dist, kernel_device, monkeypatch):
 @pytest.mark.parametrize("branch", ["win", "cmp"])
 def test_fa2_is_held_against_the_triton_kernel_too(branch, kernel_device):
     """Both rungs that would serve instead give the branch's result; the row tells the keys."""
-    x = bench_fa2.Branch.__new__(bench_fa2.Branch)
+    x = FA2.Branch.__new__(FA2.Branch)
     x.branch, x.shape = branch, Shape(40, HQ=4, G=2, D=16, Dv=16, l=8, d=4, w=12)
     n = 40 if branch == "win" else 9
     x.key_len = 12 if branch == "win" else n
@@ -382,10 +347,10 @@ def test_fa2_is_held_against_the_triton_kernel_too(branch, kernel_device):
     x.k, x.v = (torch.empty(1, n, 2, 16, **like) for _ in range(2))
     for i, t in enumerate(x.inputs()):
         t.normal_(generator=torch.Generator(kernel_device).manual_seed(i))
-    found = bench_fa2.baselines(x)
+    found = FA2.baselines(x)
     assert [c.name for c in found] == ["sdpa", "triton"]
     for contender in found:
-        case = bench_fa2.case_of(x, "dense", {"dtype": "fp16"}, contender)
+        case = FA2.case_of(x, "dense", {"dtype": "fp16"}, contender)
         assert case.columns["key_len"] == x.key_len
         assert case.baselines == [contender] and case.name.endswith(f"/{contender.name}")
         with launches.recording() as seen:
@@ -393,11 +358,8 @@ def test_fa2_is_held_against_the_triton_kernel_too(branch, kernel_device):
         torch.testing.assert_close(out.double(), x.exact(), rtol=0, atol=2e-3)
         assert not never_launched(contender.kernels, seen)
 
-    def no_kernel():
-        raise NotImplementedError("no tiles fit")
-
-    x.triton = no_kernel  # then both of Triton's settings leave SDPA
-    assert [c.name for c in bench_fa2.baselines(x)] == ["sdpa"]
+    x.triton = mock.Mock(side_effect=NotImplementedError("no tiles fit"))
+    assert [c.name for c in FA2.baselines(x)] == ["sdpa"]
 
 
 def card(name="NVIDIA Fake", **answers):
@@ -408,17 +370,9 @@ def card(name="NVIDIA Fake", **answers):
     return gpu
 
 
-def verdict(gpu, others_mib=3, **row):
-    facts, why = health.hardware(gpu, others_mib)
-    measured = {"copy_frac": 0.9, "gemm_frac": 0.9, "h2d_gbs": 25.0, **row}
-    return why + health.judge({**facts, **measured, "why": why}, gpu)
-
-
 POWER = "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagementDefaultLimit"
 LINK = dict(nvmlDeviceGetMaxPcieLinkGeneration=4, nvmlDeviceGetMaxPcieLinkWidth=16)
 CAPPED = dict(zip(POWER, (300_000, 450_000), strict=True))
-
-
 GOOD = dict(nvmlDeviceGetTotalEccErrors=0, nvmlDeviceGetRemappedRows=(0, 0, 0, 0))
 
 
@@ -434,15 +388,18 @@ GOOD = dict(nvmlDeviceGetTotalEccErrors=0, nvmlDeviceGetRemappedRows=(0, 0, 0, 0
     ({}, {"others_mib": 500}, None), ({}, {"others_mib": None}, None),
 ])  # fmt: skip
 def test_what_holds_a_card_back_is_named(answers, row, says):
-    found = verdict(card(**answers), **row)
+    measured = {"copy_frac": 0.9, "gemm_frac": 0.9, "h2d_gbs": 25.0, "others_mib": 3, **row}
+    gpu, others_mib = card(**answers), measured.pop("others_mib")
+    facts, why = health.hardware(gpu, others_mib)
+    found = why + health.judge({**facts, **measured, "why": why}, gpu)
     assert any(says in line for line in found) if says else found == []
 
 
 @pytest.mark.parametrize("second_version", [True, False])
 def test_memory_in_use_is_asked_of_nvml_by_card(second_version, monkeypatch):
     """Also of a library that knows the first version only."""
-    used = lambda i, version=1: types.SimpleNamespace(used=(500 + i + 90 * (version == 1)) * 2**20)
-    nvml = types.SimpleNamespace(
+    used = lambda i, version=1: SimpleNamespace(used=(500 + i + 90 * (version == 1)) * 2**20)
+    nvml = SimpleNamespace(
         NVMLError=RuntimeError, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda i: i, nvmlDeviceGetMemoryInfo=used,
         nvmlDeviceGetUUID=lambda i: b"GPU-a" if i else "GPU-b",
@@ -466,13 +423,6 @@ def test_measured_ceilings_are_those_of_this_card(tmp_path):
     assert ceilings(None, tmp_path).gbs is None
 
 
-def test_the_nominal_bandwidth_is_the_data_sheets():
-    """H100 SXM: 5120 bits at 2619 MHz, two transfers a clock, 3.35 TB/s."""
-    gpu = card(nvmlDeviceGetMemoryBusWidth=5120, nvmlDeviceGetMaxClockInfo=2619)
-    assert gpu.bus_gbs == pytest.approx(3352, rel=1e-3)
-    assert card(nvmlDeviceGetMemoryBusWidth=5120).bus_gbs is None
-
-
 @pytest.mark.parametrize("name, peak", [
     ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 NVL", 835.0),
     ("NVIDIA L4", 121.0), ("NVIDIA L40", 181.0), ("NVIDIA L40S", 362.0), ("NVIDIA A10", 125.0),
@@ -483,8 +433,12 @@ def test_a_tensor_peak_is_of_that_card_and_no_namesake(name, peak):
     assert card(name).tensor_tflops == peak
 
 
-def test_a_cards_state_is_in_the_units_it_says():
-    """Milliwatts of NVML become watts; reasons come by either name of the query."""
+def test_what_a_card_says_is_in_the_units_it_says():
+    """Milliwatts of NVML become watts; reasons come by either name of the query. H100 SXM: 5120
+    bits at 2619 MHz, two transfers a clock, 3.35 TB/s."""
+    gpu = card(nvmlDeviceGetMemoryBusWidth=5120, nvmlDeviceGetMaxClockInfo=2619)
+    assert gpu.bus_gbs == pytest.approx(3352, rel=1e-3)
+    assert card(nvmlDeviceGetMemoryBusWidth=5120).bus_gbs is None
     answers = {"nvmlDeviceGetPowerUsage": 512_300, "nvmlDeviceGetClockInfo": 1980}
     new = card(**answers, nvmlDeviceGetCurrentClocksEventReasons=0x8 | 0x1)
     old = card(**answers, nvmlDeviceGetCurrentClocksThrottleReasons=0x8)
@@ -495,10 +449,8 @@ def test_a_cards_state_is_in_the_units_it_says():
 
 
 @pytest.mark.parametrize("arch, dtype, width, whole, usable", [
-    (90, torch.bfloat16, 128, 128, True),
-    (0, torch.float16, 16, 16, True),
-    (89, torch.bfloat16, 128, 128, False),
-    (90, torch.float32, 128, 128, False),
+    (90, torch.bfloat16, 128, 128, True), (0, torch.float16, 16, 16, True),
+    (89, torch.bfloat16, 128, 128, False), (90, torch.float32, 128, 128, False),
     (90, torch.bfloat16, 192, 128, True),  # 128 + 64
     (90, torch.bfloat16, 128, 192, False),  # one part must be a power of two
     (90, torch.bfloat16, 24, 16, False),  # 16 + 8: the second part would be padded
@@ -509,3 +461,52 @@ def test_descriptors_are_used_where_tiles_are_whole(arch, dtype, width, whole, u
     assert tma_usable(arch, k, whole=v) is usable
     assert not tma_usable(arch, k[:0], whole=v)
     assert not tma_usable(arch, k[:, :, ::2], whole=v)
+
+
+# ---- generating ----------------------------------------------------------------------------------
+
+TINY = "--dim 32 --heads 4 --groups 2 --dk 8 --vocab 50 --layers 2".split()
+IDS = torch.arange(90)[None] * 7 % 50
+
+
+def generated(run, whole, must_launch=False):
+    return GENERATE.timed(run, whole, IDS, 6, 1e-4, must_launch)
+
+
+def test_decoding_is_held_against_one_forward():
+    """And a row of ours without its kernels has failed."""
+    torch.manual_seed(0)
+    config = NSAConfig(32, 4, 2, 8, 8, l=8, d=4, l_sel=8, n_sel=3, window=16)
+    model = NSALanguageModel(config, 50, 2)
+    run = partial(GENERATE.by_nsa, model, False, "auto")
+    whole = partial(GENERATE.last_of, model)
+    row = generated(run, whole)
+    assert row["status"] == "VALID" and row["how"] == "eager" and row["off"] < 1e-4
+    assert row["ms_per_step"] > 0 and row["tokens_per_s"] > 0
+    row = generated(run, lambda ids: whole(ids.roll(1, 1)))
+    assert row["status"] == "FAILED" and "the last logits are off by" in row["why"]
+    row = generated(run, whole, must_launch=True)
+    assert row["status"] == "FAILED" and row["why"] == "no kernel of ours was launched"
+
+
+@pytest.mark.parametrize("attention", ["nsa", "sdpa"])
+def test_transformers_is_timed_by_its_own_generate(attention, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(GENERATE, "DEVICE", ("cpu", torch.float32))
+    args = GENERATE.parse([*TINY, "--S_list", "90", "--new", "6"])
+    model = GENERATE.llama(args, attention)
+    run = partial(GENERATE.by_transformers, model)
+    row = generated(run, partial(GENERATE.last_of_transformers, model))
+    assert row["status"] == "VALID", row
+
+
+def test_logits_of_which_some_are_told():
+    want = torch.tensor([[4.0, 1.0, 2.0], [1.0, 2.0, 0.0]])
+    told = want.clone().index_fill_(1, torch.tensor([1]), -torch.inf)
+    assert GENERATE.off_by(told, want) == 0
+    told[1, 0] = 3
+    assert GENERATE.off_by(told, want) == 0.5
+    told[0] = -torch.inf  # nothing is known of a text
+    assert GENERATE.off_by(told, want) == torch.inf
+    told[0] = torch.nan
+    assert not GENERATE.off_by(told, want) < 9

@@ -1,7 +1,5 @@
 """bench_peers against a peer made of plain PyTorch: what it may claim, and what it must not."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import textwrap
@@ -19,16 +17,15 @@ from bench.roofline import Shape
 from bench.timing import NotRight, prove
 from nsa import reference
 
-# What others give for selection by blocks, by the reference: of a paged cache as vLLM's kernels
-# for MiniMax-M3, and of whole blocks, with the keys behind a query, as cuDNN's frontend.
+# Attention over blocks by the reference, without or with the keys behind a query.
 SELECT = """
     import torch
-    from nsa import reference
+    from nsa import reference, select
 
-    SPARSE_BLOCK_SIZE, BEHIND = 128, {behind}
+    BEHIND = False
 
 
-    def select(q, k, v, blocks, size, scale):
+    def attend(q, k, v, blocks, size, scale):
         S = q.shape[0]
         end = torch.full((S,), S) if BEHIND else torch.arange(1, S + 1)
         end = end.to(q.device)[:, None, None]
@@ -37,13 +34,19 @@ SELECT = """
         return reference.selection_attention(q[None], k[None], v[None], ranges[None],
                                              softmax_scale=scale)[0]
 
+"""
+# What others give for selection by blocks: of a paged cache as vLLM's kernels for MiniMax-M3, and
+# of whole blocks, with the keys behind a query, as cuDNN's frontend.
+OTHERS = """
+    SPARSE_BLOCK_SIZE = 128
+
 
     def minimax_m3_sparse_attn(q, kv_cache, topk_idx, block_table, cu_seqlens_q, seq_lens,
                                prefix_lens, max_query_len, num_kv_heads, sm_scale, output):
         assert kv_cache.shape[2] == SPARSE_BLOCK_SIZE and int(prefix_lens) == 0
         pages = kv_cache[block_table[0]].transpose(1, 2).flatten(0, 1)[: int(seq_lens)]
         k, v = pages.chunk(2, -1)
-        output.copy_(select(q, k, v, topk_idx.transpose(0, 1), SPARSE_BLOCK_SIZE, sm_scale))
+        output.copy_(attend(q, k, v, topk_idx.transpose(0, 1), SPARSE_BLOCK_SIZE, sm_scale))
 
 
     class NSA:
@@ -53,15 +56,11 @@ SELECT = """
                                         scale_softmax):
             place = torch.arange(blocks.shape[-1], device=q.device)
             blocks = blocks.masked_fill(place >= counts[..., None], -1)
-            return {{"o_tensor": select(q, k, v, blocks, block_size, scale_softmax)}}
+            return {"o_tensor": attend(q, k, v, blocks, block_size, scale_softmax)}
 """
 SHAPE = Shape(70, HQ=2, G=1, D=16, Dv=16, l=8, d=4, l_sel=16, n_sel=4, w=20)
 # The peer's functions and conventions, in fp32 by the reference.
 PEER = """
-    import torch
-    from nsa import reference, select
-
-
     class NSAHelper:
         @classmethod
         def set_hyperparameters(cls, **sizes):
@@ -93,14 +92,7 @@ PEER = """
 
 
     def select_attn(q, k, v, topk, sm_scale):
-        size, n = NSAHelper.sizes["block_size"], NSAHelper.tokens
-        start = topk.transpose(0, 1)[None] * size
-        last = torch.arange(1, n + 1, device=topk.device)[None, :, None, None]
-        end = torch.minimum(start + size, last)
-        ranges = torch.stack([start.clamp(max=n), end.clamp(max=n)], -1)
-        return reference.selection_attention(
-            q[None], k[None], v[None], ranges, softmax_scale=sm_scale
-        )[0]
+        return attend(q, k, v, topk.transpose(0, 1), NSAHelper.sizes["block_size"], sm_scale)
 """
 COMBINE = """
     def fused_sigmoid_combine(a, b, c, w):
@@ -111,17 +103,28 @@ COMBINE = """
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A folder as the peer's checkout; nothing of it stays imported."""
-    folder = tmp_path / "peer"
-    (folder / "flash_nsa" / "ops").mkdir(parents=True)
-    (folder / "flash_nsa" / "ops" / "__init__.py").touch()
-    (folder / "flash_nsa" / "ops" / "combine.py").write_text(textwrap.dedent(COMBINE))
-    (folder / "flash_nsa" / "__init__.py").write_text(textwrap.dedent(PEER))
-    importlib.invalidate_caches()
-    yield folder
-    for name in [n for n in sys.modules if n.split(".")[0] == "flash_nsa"]:
+def write(tmp_path):
+    """Puts source under the name of a module into tmp_path; nothing of it stays imported."""
+
+    def module(name, source):
+        path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(SELECT + source))
+        importlib.invalidate_caches()
+
+    yield module
+    peers = {"flash_nsa", *peer_selection.PEERS}
+    for name in [n for n in sys.modules if n.split(".")[0] in peers]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def checkout(tmp_path, write):
+    """A folder as the peer's checkout."""
+    write("flash_nsa.ops.__init__", "")
+    write("flash_nsa.ops.combine", COMBINE)
+    write("flash_nsa.__init__", PEER)
+    return tmp_path
 
 
 def match_of(folder, direction, device, window=reference.sliding_attention, shape=SHAPE):
@@ -131,19 +134,11 @@ def match_of(folder, direction, device, window=reference.sliding_attention, shap
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """Puts modules of these names, that look behind a query or not, where imports find them."""
-
-    def write(name, behind):
-        path = tmp_path.joinpath(*peer_selection.PEERS[name][1].split(".")).with_suffix(".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(SELECT).format(behind=behind))
-        importlib.invalidate_caches()
-
+def installed(tmp_path, write, monkeypatch):
+    """Puts a peer's module, that looks behind a query or not, where imports find it."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield write
-    for name in [n for n in sys.modules if n.split(".")[0] in peer_selection.PEERS]:
-        del sys.modules[name]
+    named = lambda name: peer_selection.PEERS[name][1]
+    return lambda name, behind: write(named(name), f"    BEHIND = {behind}\n{OTHERS}")
 
 
 def selection_of(name, device, shape=SHAPE, sharing="random"):
@@ -151,6 +146,11 @@ def selection_of(name, device, shape=SHAPE, sharing="random"):
     (rival,) = bench_peers.rivals_of(args)
     make = partial(Prefill, shape, device, torch.float16, 2, sharing)
     return Match(rival, "fwd", {"against": name}, make)
+
+
+def assert_not_right(case):
+    with pytest.raises(NotRight, match="(mae|max_abs) .* > "):
+        prove(case, case.baselines[0], 5, "here")
 
 
 @pytest.mark.kernel
@@ -168,9 +168,7 @@ def test_selection_of_another_is_held_against_what_it_says_to_compute(
     assert case.facts()["distinct_of_4"] > 1 and match.peer.choice() is None
     del sys.modules[peer_selection.PEERS[name][1]]
     installed(name, not behind)
-    case = selection_of(name, kernel_device).case()
-    with pytest.raises(NotRight, match="(mae|max_abs) .* > "):
-        prove(case, case.baselines[0], 1, "here")
+    assert_not_right(selection_of(name, kernel_device).case())
 
 
 @pytest.mark.kernel
@@ -182,8 +180,7 @@ def test_selection_of_another_gets_the_blocks_of_every_refill(
     installed(name, name == "cudnn")
     case = selection_of(name, kernel_device, replace(SHAPE, S=170)).case()
     monkeypatch.setattr(peer_selection.PEERS[name][0], "refill", lambda peer: None)
-    with pytest.raises(NotRight, match="(mae|max_abs) .* > "):
-        prove(case, case.baselines[0], 5, "here")
+    assert_not_right(case)
 
 
 @pytest.mark.kernel
@@ -204,31 +201,19 @@ def late(q, k, v, *, window):
     return reference.sliding_attention(q, k, v, window=window - 1)
 
 
-class _Halved(torch.autograd.Function):
-    """What it gets, with half of the gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad / 2
-
-
 def halved(q, k, v, *, window):
-    return reference.sliding_attention(q, _Halved.apply(k), v, window=window)
+    """Half of the gradient of k."""
+    half = k / 2 + k.detach() / 2
+    return reference.sliding_attention(q, half, v, window=window)
 
 
 @pytest.mark.kernel
 def test_a_peer_with_a_wrong_output_may_not(checkout, kernel_device):
-    case = match_of(checkout, "fwd", kernel_device, late).case()
-    with pytest.raises(NotRight, match="(mae|max_abs) .* > "):
-        prove(case, case.baselines[0], 1, "here")
+    assert_not_right(match_of(checkout, "fwd", kernel_device, late).case())
 
 
 @pytest.mark.parametrize("window", [late, halved])
-def test_a_peer_with_wrong_gradients_may_not(window, checkout):
+def test_nor_one_with_wrong_gradients(window, checkout):
     peer = Sfnsa(peer_sfnsa.load(checkout), Prefill(SHAPE, "cpu", torch.float16, 2), window)
     peer.x.refill(0)
     peer.refill()
@@ -237,12 +222,11 @@ def test_a_peer_with_wrong_gradients_may_not(window, checkout):
 
 
 @pytest.mark.kernel
-def test_a_peer_that_chooses_bad_blocks_is_told_by_its_choice(checkout, kernel_device):
+def test_a_peer_that_chooses_bad_blocks_is_told_by_its_choice(checkout, write, kernel_device):
     """Its output is right for these blocks: only the column tells."""
-    source = (checkout / "flash_nsa" / "__init__.py").read_text()
-    worse = source.replace("k[None].float(), l=", "-k[None].float(), l=")
-    assert worse != source
-    (checkout / "flash_nsa" / "__init__.py").write_text(worse)
+    worse = PEER.replace("k[None].float(), l=", "-k[None].float(), l=")
+    assert worse != PEER
+    write("flash_nsa.__init__", worse)
     # Two blocks to choose from may be as good as each other, whatever numbers a device draws.
     match = match_of(checkout, "fwd", kernel_device, shape=replace(SHAPE, S=300))
     case = match.case()
@@ -250,8 +234,8 @@ def test_a_peer_that_chooses_bad_blocks_is_told_by_its_choice(checkout, kernel_d
     assert match.peer.choice() < 0.99
 
 
-def test_a_peer_that_cannot_be_imported_is_said_so(checkout, monkeypatch, capsys):
-    (checkout / "flash_nsa" / "__init__.py").write_text("import pkg_resources_of_old\n")
+def test_a_peer_that_cannot_be_imported_is_said_so(checkout, write, monkeypatch, capsys):
+    write("flash_nsa.__init__", "    import pkg_resources_of_old")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cudnn", None)
     for argv, says in (

@@ -1,18 +1,19 @@
 """scripts/fuzz: a short run of it, and that it finds faults, tells them and repeats them."""
 
-from __future__ import annotations
-
 import json
-import os
 import shlex
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("hypothesis", reason="fuzzing needs hypothesis")
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from nsa import oracle, reference, select
-from nsa.tests.helpers import make_block_indices, make_qkv, randn
+from nsa.tests.helpers import make_block_indices, make_qkv, randn, sent
 from scripts.fuzz import __main__ as fuzz
 from scripts.fuzz.cases import OPERATIONS, Case
 from scripts.fuzz.check import check
@@ -54,8 +55,7 @@ def test_what_is_right_is_the_oracles(kind):
     if kind == "sliding":
         out, seen = oracle.sliding_attention(q, k, v, window=6), (key <= t) & (key > t - 6)
     elif kind == "compressed":
-        out, _ = oracle.compressed_attention(q, k, v, l=4, d=4)
-        seen = key * 4 + 3 <= t
+        out, seen = oracle.compressed_attention(q, k, v, l=4, d=4)[0], key * 4 + 3 <= t
     else:
         blocks = make_block_indices("ragged", 1, 21, 2, 3, 4)
         out = oracle.selection_attention(q, k, v, oracle.blocks_to_ranges(blocks, 4))
@@ -66,10 +66,9 @@ def test_what_is_right_is_the_oracles(kind):
     theirs = attend_in_dtype(*(x[0].detach() for x in (q, k, v)), seen, 8**-0.5)
     torch.testing.assert_close(part.right["out"], out[0].detach())
     torch.testing.assert_close(theirs, out[0].detach())
-    for name, x, grad in zip("qkv", (q, k, v), torch.autograd.grad(out, (q, k, v), do),
-                             strict=True):  # fmt: skip
+    for name, grad in zip("qkv", torch.autograd.grad(out, (q, k, v), do), strict=True):
         torch.testing.assert_close(part.right[name], grad[0])
-        assert (part.sizes[name] >= part.right[name].abs() - 1e-12).all(), x.shape
+        assert (part.sizes[name] >= part.right[name].abs() - 1e-12).all(), name
 
 
 # ---- faults --------------------------------------------------------------------------------------
@@ -88,24 +87,13 @@ def rounded(attend):
 def a_key_too_few(chunked):
     """Rows that see several keys do not see the oldest."""
 
-    def fewer(q, k, v, mask_of, *more):
-        def mask(first, last):
-            seen = mask_of(first, last)
-            oldest = seen.int().argmax(-1, keepdim=True)
-            alone = seen.sum(-1, keepdim=True) < 2
-            return seen & ((torch.arange(seen.shape[-1]) != oldest) | alone)
+    def fewer(seen):
+        oldest = seen.int().argmax(-1, keepdim=True)
+        alone = seen.sum(-1, keepdim=True) < 2
+        return seen & ((torch.arange(seen.shape[-1]) != oldest) | alone)
 
-        return chunked(q, k, v, mask, *more)
-
-    return fewer
-
-
-def raises(*args, **kwargs):
-    raise RuntimeError("no such thing")
-
-
-def without_forced(top_blocks):
-    return lambda scores, *, n_init, n_local, **how: top_blocks(scores, n_init=0, n_local=1, **how)
+    mask = lambda mask_of: lambda first, last: fewer(mask_of(first, last))
+    return lambda q, k, v, mask_of, *more: chunked(q, k, v, mask(mask_of), *more)
 
 
 PLANTED = {  # operation, where, what, and what is told
@@ -118,100 +106,90 @@ PLANTED = {  # operation, where, what, and what is told
     "NaN that is hidden": (
         "blocks", (reference, "factor"), lambda _: lambda mask, odd: torch.ones(()), "hides it",
     ),
-    "a block is missing": ("choice", (select, "top_blocks"), without_forced, "must be among"),
-    "an exception": ("decode", (reference, "_attend"), lambda _: raises, "no such thing"),
+    "a block is missing": (
+        "choice", (select, "top_blocks"),
+        lambda top_blocks: lambda scores, **how: top_blocks(scores, **{**how, "n_init": 0,
+                                                                       "n_local": 1}),
+        "must be among",
+    ),
+    "an exception": (
+        "decode", (reference, "_attend"),
+        lambda _: mock.Mock(side_effect=RuntimeError("no such thing")), "no such thing",
+    ),
 }  # fmt: skip
 
 
 FUZZ = next(s for s in stages.plan("full") if s.id == "fuzz")
 
 
-def rows_of(path):
-    return [parse_row(line) for line in path.read_bytes().splitlines()]
+def rows_of(monkeypatch, argv):
+    """(exit code, rows that a report reads) of the command."""
+    code, rows = sent(monkeypatch, fuzz.main, argv)
+    return code, [parse_row(json.dumps(row).encode()) for row in rows]
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found_and_repeated(name, monkeypatch, capsys, tmp_path):
     operation, (where, what), plant, told = PLANTED[name]
-    rows = os.open(tmp_path / "rows", os.O_CREAT | os.O_WRONLY)
     monkeypatch.setattr(fuzz, "SHRINK_S", 2)
     monkeypatch.setattr(fuzz, "MOST_FAULTS", 1)
     with monkeypatch.context() as faulty:
-        faulty.setenv("NSA_RESULT_FD", str(rows))
         faulty.setattr(where, what, plant(getattr(where, what)))
         argv = ["--operations", operation, "--routes", "reference", "--examples", "200",
                 "--last", str(tmp_path / "last.json")]  # fmt: skip
-        assert fuzz.main(argv) == 1
+        code, rows = rows_of(monkeypatch, argv)
+        assert code == 1
         printed = capsys.readouterr().out
         assert told in printed and "1 faults: seed 0" in printed
         command = next(x for x in printed.splitlines() if "again by: " in x)
         again = shlex.split(command.partition("python -m scripts.fuzz ")[2])
-        faulty.delenv("NSA_RESULT_FD")
         assert fuzz.main(again) == 1
         assert told in capsys.readouterr().out
     assert fuzz.main(again) == 0
     assert Case.from_json((tmp_path / "last.json").read_text()).operation == operation
-    sent = rows_of(tmp_path / "rows")
-    test = next(r for r in sent if r["kind"] == "test")
+    test = next(r for r in rows if r["kind"] == "test")
     assert test["outcome"] == "failed" and "again by" in test["reason"]
-    assert judge(FUZZ, 1, sent).status is Status.FAIL
+    assert judge(FUZZ, 1, rows).status is Status.FAIL
 
 
-def test_an_error_of_the_device_ends_the_run(monkeypatch, capsys):
-    def lost(*_):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(fuzz, "check", lost)
-    assert fuzz.main(["--examples", "50"]) == 1
+@pytest.mark.parametrize("error, argv, code, told", [
+    (RuntimeError("CUDA error: an illegal memory access"), "--examples 50", 1, "illegal memory"),
+    (fuzz.RouteUnavailable("triton", "no_triton"), "--examples 3 --operations sliding", 3,
+     "refused 3 times: sliding on route 'triton' is unavailable"),
+], ids=["of the device", "of the route"])  # fmt: skip
+def test_an_error_ends_the_run_and_nothing_that_ran_is_no_success(
+    error, argv, code, told, monkeypatch, capsys
+):
+    monkeypatch.setattr(fuzz, "check", mock.Mock(side_effect=error))
+    assert fuzz.main(argv.split()) == code
     printed = capsys.readouterr().out
-    assert printed.count("FAULT") == 1 and "illegal memory access" in printed
+    assert told in printed and printed.count("FAULT") == (code == 1)
 
 
 def test_time_is_kept(monkeypatch):
-    """No example begins once it is over."""
+    """No example begins once it is over, none of an operation without a route."""
     clock = iter(range(10_000))
     monkeypatch.setattr(fuzz.time, "monotonic", lambda: float(next(clock)))
     seen = []
     monkeypatch.setattr(fuzz, "check", lambda case, device: seen.append(case) or 0.0)
     run = fuzz.fuzz("cpu", fuzz.Space.of("cpu", None), ["sliding"], 0, seconds=30, examples=0)
     assert 0 < len(seen) < 30 and sum(run.examples.values()) == len(seen)
-
-
-def test_nothing_that_ran_is_no_success(monkeypatch, capsys):
-    def refuse(*_):
-        raise fuzz.RouteUnavailable("triton", "no_triton")
-
-    monkeypatch.setattr(fuzz, "check", refuse)
-    assert fuzz.main(["--examples", "3", "--operations", "sliding"]) == 3
-    assert "refused 3 times: sliding on route 'triton' is unavailable" in capsys.readouterr().out
-
-
-def test_an_operation_without_a_route_is_left_out():
     space = fuzz.Space({"fa2": fuzz.LARGE}, 9, 9, 2)
     run = fuzz.fuzz("cpu", space, ["choice"], 0, seconds=None, examples=3)
     assert not run.examples and not run.faults
 
 
-def test_without_hypothesis_the_reason_is_told(monkeypatch, capsys):
+def test_what_is_missing_or_no_name_is_told(monkeypatch, capsys):
+    for argv in (["--operations", "slide"], ["--routes", "triton,slide"]):
+        with pytest.raises(SystemExit, match="2"):
+            fuzz.main(argv)
+        assert "got " in capsys.readouterr().err
     monkeypatch.setattr(fuzz.importlib.util, "find_spec", lambda name: None)
     assert fuzz.main([]) == 3
     assert "needs hypothesis, which is not installed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "argv, told",
-    [(["--operations", "slide"], "got slide"), (["--routes", "triton,flash"], "got ")],
-)
-def test_a_name_that_is_none_is_told(argv, told, capsys):
-    with pytest.raises(SystemExit) as ended:
-        fuzz.main(argv)
-    assert ended.value.code == 2 and told in capsys.readouterr().err
-
-
 def test_a_case_is_its_json():
-    from hypothesis import given, settings
-    from hypothesis import strategies as st
-
     space = fuzz.Space.of("cpu", ["reference"])
 
     @settings(max_examples=60, derandomize=True, database=None, deadline=None)
@@ -222,16 +200,14 @@ def test_a_case_is_its_json():
     same()
 
 
-def test_the_stage_passes_where_every_operation_ran(monkeypatch, tmp_path):
+def test_the_stage_passes_where_every_operation_ran(monkeypatch):
     assert FUZZ.least == len(OPERATIONS)
     assert "fuzz" not in {s.id for s in stages.plan("standard")}
     monkeypatch.setattr(fuzz, "check", lambda case, device: 0.5)
     for operations, status in ((OPERATIONS, Status.PASS), (OPERATIONS[1:], Status.NOT_RUN)):
-        rows = os.open(tmp_path / "rows", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        monkeypatch.setenv("NSA_RESULT_FD", str(rows))
         argv = ["--operations", ",".join(operations), "--routes", "sdpa", "--examples", "3"]
-        assert fuzz.main(argv) == 0
-        assert judge(FUZZ, 0, rows_of(tmp_path / "rows")).status is status
+        code, rows = rows_of(monkeypatch, argv)
+        assert code == 0 and judge(FUZZ, 0, rows).status is status
 
 
 # ---- what it found -------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Do log lines have the stated form, come only when asked for, and stop at the limit?"""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -14,34 +12,28 @@ from nsa.log import enabled, log, once, timed
 ON = Flags(debug_log=True)
 
 
-def test_line_form(capsys):
-    log("sel.triton.fallback", flags=ON, reason="below_min_L", L=96, ms=0.12345678, s=[1, 2],
-        error="two\nlines here")  # fmt: skip
-    assert capsys.readouterr().err == (
-        "NSA-LOG sel.triton.fallback reason=below_min_L L=96 ms=0.123457 s=[1,2] "
-        "error=two_lines_here\n"
-    )
-
-
-def test_off_by_default(capsys):
+def test_line_form_and_nothing_by_default(capsys):
     log("sel.triton.fallback", reason="dtype")
     assert capsys.readouterr() == ("", "")
+    log("sel.triton.fallback", flags=ON, reason="below_min_L", L=96, ms=0.12345678, s=[1, 2],
+        error="two\nlines here")  # fmt: skip
+    line = "reason=below_min_L L=96 ms=0.123457 s=[1,2] error=two_lines_here\n"
+    assert capsys.readouterr().err == f"NSA-LOG sel.triton.fallback {line}"
 
 
-@pytest.mark.parametrize(
-    ("tag", "field"),
-    [
-        ("sel.triton.fallback", "debug_log"), ("fa2.fallback", "debug_log"),
-        ("sel.triton.reads", "debug_log"), ("sel.triton.bucket_timing", "debug_timing"),
-        ("sel.path", "debug_timing"), ("sel.triton.shapes", "debug_shapes"),
-        ("sel.triton.compare", "debug_compare"),
-    ],
-)  # fmt: skip
-def test_each_debug_flag_suffices_for_its_own_tags(tag, field):
-    others = [f for f in ("debug_log", "debug_timing", "debug_shapes", "debug_compare")
-              if f != field]  # fmt: skip
-    assert enabled(tag, Flags(**{field: True}))
-    assert not enabled(tag, Flags(**{f: True for f in others}))
+TAGS = {
+    "debug_log": ["sel.triton.fallback", "fa2.fallback", "sel.triton.reads"],
+    "debug_timing": ["sel.triton.bucket_timing", "sel.path"],
+    "debug_shapes": ["sel.triton.shapes"],
+    "debug_compare": ["sel.triton.compare"],
+}
+
+
+@pytest.mark.parametrize("field", TAGS)
+def test_each_debug_flag_suffices_for_its_own_tags(field):
+    others = Flags(**dict.fromkeys(TAGS.keys() - {field}, True))
+    for tag in TAGS[field]:
+        assert enabled(tag, Flags(**{field: True})) and not enabled(tag, others)
 
 
 def test_no_time_is_taken_while_a_graph_is_captured(monkeypatch, capsys):
@@ -83,13 +75,10 @@ def test_launch_recordings_nest_and_count_only_their_block():
     else:  # on a GPU Triton itself counts, and these names were never launched
         assert (outer, inner) == ({"b": 1}, {"b": 1})
     assert launches.counts() == {"a": 3, "b": 2}
-
-
-def test_a_recording_that_ends_takes_no_other_of_like_content_with_it():
     with launches.recording() as outer:
         with launches.recording() as inner:
             launches.bump("a", library=True)
-        assert inner == outer == {"a": 1}
+        assert inner == outer == {"a": 1}  # and it is the inner one that ends here
         launches.bump("a", library=True)
     assert (outer, inner) == ({"a": 2}, {"a": 1})
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-RESULTS = ROOT / "bench" / "results"
 # Sections whose tables have a column for each length and direction, and the files they name.
 SECTIONS = {
     "Parts, and how far from the floor": [
@@ -22,7 +20,6 @@ SECTIONS = {
     "Short sequences": ["2026-11-28-h100/prefill_short-0c2afd3"],
     "What neighbours share": ["2026-11-27-h200/prefill_sharing-b89294a"],
 }  # fmt: skip
-COLUMN = re.compile(r"(\d+)(k?) (fwd|bwd)$")
 PARTS = {"compressed": "cmp", "choice": "select", "selected": "sel", "selection": "sel",
          "window": "win", "all": "full"}  # fmt: skip
 
@@ -35,42 +32,45 @@ def tables(heading: str) -> list[list[list[str]]]:
     return [[cut(line) for line in table.splitlines()] for table in found]
 
 
-def cells(section: str) -> Iterator[tuple[str, int, str, str]]:
-    """(head of the row, length, direction, cell) of a section's tables in milliseconds."""
-    for head, _, *rows in tables(section):
-        for row in rows:
-            for name, cell in zip(head, row, strict=True):
-                if found := COLUMN.match(name):
-                    n, k, direction = found.groups()
-                    yield row[0], int(n) * (1024 if k else 1), direction, cell
-
-
-def rows_of(names: list[str]) -> list[dict[str, str]]:
+def rows_of(*names: str) -> list[dict[str, str]]:
     rows = []
     for name in names:
         assert Path(name).name in PAGE
-        with (RESULTS / f"{name}.csv").open(encoding="utf-8") as file:
+        with (ROOT / "bench" / "results" / f"{name}.csv").open(encoding="utf-8") as file:
             rows += csv.DictReader(file)
     return rows
+
+
+def written(exact: str, told: str, times: float = 1.0) -> str:
+    """`exact` times `times` with as many digits as the first number of `told`."""
+    digits = len(re.match(r"[\d.]+", told)[0].partition(".")[2])
+    return f"{float(exact) * times:.{digits}f}"
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_cells_are_of_the_rows_that_the_page_names(section):
     """Each number outside of brackets is one of its length and direction, part and heads, and
     unstable where it has a star."""
-    rows = rows_of(SECTIONS[section])
+    rows = rows_of(*SECTIONS[section])
+    cells = [
+        (line[0], *column.groups(), cell)
+        for head, _, *lines in tables(section)
+        for line in lines
+        for name, cell in zip(head, line, strict=True)
+        if (column := re.match(r"(\d+)(k?) (fwd|bwd)$", name))
+    ]
     checked = 0
-    for head, S, direction, cell in cells(section):
-        mine = [r for r in rows if (int(r["S"]), r["direction"]) == (S, direction)]
+    for head, n, k, direction, cell in cells:
+        S = str(int(n) * (1024 if k else 1))
+        mine = [r for r in rows if (r["S"], r["direction"]) == (S, direction)]
         dense = head.startswith("dense")
         if heads := re.match(r"(\d+), (\d+)$", head):
             mine = [r for r in mine if (r["HQ"], r["G"]) == heads.groups()]
         elif part := PARTS.get(re.split("[ ,]", head)[0]):
             mine = [r for r in mine if r["op"] == part]
         for number, star in re.findall(r"(\d+\.?\d*)(\*?)", re.sub(r"\([^)]*\)", "", cell)):
-            digits = len(number.partition(".")[2])
             known = {
-                (f"{float(r[key]):.{digits}f}", "*" * (r["status"] == "UNSTABLE" and key == "ms"))
+                (written(r[key], number), "*" * (r["status"] == "UNSTABLE" and key == "ms"))
                 for r in mine
                 for key in (("dense_ms",) if dense else ("ms", "dense_ms"))
                 if r[key]
@@ -89,62 +89,43 @@ def test_cells_are_of_the_rows_that_the_page_names(section):
 ])  # fmt: skip
 def test_numbers_beside_others_are_of_rows(direction, names):
     """Times and ratios of NSA and of sfnsa, which took turns."""
-    rows = [r for r in rows_of(names) if (r["against"], r["direction"]) == ("sfnsa", direction)]
+    rows = [r for r in rows_of(*names) if (r["against"], r["direction"]) == ("sfnsa", direction)]
     table = tables("Beside others, in one run")[direction == "fwd+bwd"]
-    checked = 0
-    for line in table[2:]:
-        shape, ours, theirs = line[:3]
-        if ours == "-":
-            continue
+    lines = [line for line in table[2:] if line[1] != "-"]
+    assert len(lines) >= 5
+    for shape, ours, theirs, *_ in lines:
         HQ, G, k = re.match(r"HQ(\d+) G(\d+) (\d+)k", shape).groups()
-        mine = [r for r in rows if (r["HQ"], r["G"], r["S"]) == (HQ, G, str(int(k) * 1024))]
-        digits = [len(x.partition(".")[2]) for x in (ours, theirs.split()[0])]
-        assert (ours, theirs) in {
-            (f"{float(r['ms']):.{digits[0]}f}",
-             f"{float(r['base_ms']):.{digits[1]}f} ({float(r['speedup']):.2f}x)") for r in mine
-        }, (line, [(r["ms"], r["base_ms"], r["speedup"]) for r in mine])  # fmt: skip
-        checked += 1
-    assert checked >= 5
+        assert (ours, theirs) in [
+            (written(r["ms"], ours),
+             f"{written(r['base_ms'], theirs)} ({float(r['speedup']):.2f}x)")
+            for r in rows if (r["HQ"], r["G"], r["S"]) == (HQ, G, str(int(k) * 1024))
+        ], shape  # fmt: skip
 
 
-def written(exact: str, told: str, times: float = 1.0) -> str:
-    """`exact` times `times` with the digits of `told`."""
-    return f"{float(exact) * times:.{len(told.partition('.')[2])}f}"
-
-
-@pytest.mark.parametrize("heading, name, columns", [
-    ("Decode", "decode_serving-66a1788", {1: "ms_graph"}),
-    ("The layer's step", "decode_serving-66a1788",
-     {1: "ms_module_graph", 2: "ms_module_eager", 3: "ms_module_eager_wall"}),
-])  # fmt: skip
-def test_numbers_of_decode_steps_are_of_rows(heading, name, columns):
-    """Microseconds of steps by graph, of the layer's, and dense attention beside them."""
-    rows = {(r["B"], int(r["S"]) // 1024): r for r in rows_of([f"2026-11-25-h200/{name}"])}
-    table = tables(heading)[0][2:]
-    assert len(table) == 6
-    for line in table:
-        batch, k = re.match(r"(\d+), (\d+)k$", line[0]).groups()
-        row = rows[batch, int(k)]
-        for column, key in columns.items():
-            assert line[column] == written(row[key], line[column], 1e3), (line, key)
-        if heading == "Decode":
-            dense, ratio = re.match(r"(\S+) \((.+)x\)$", line[3]).groups()
-            assert dense == written(row["graph_base_ms"], dense, 1e3)
-            assert ratio == written(row["graph_speedup"], ratio)
-        else:
-            above = float(row["ms_module_eager_wall"]) - float(row["ms_module_graph"])
-            assert line[4] == f"{above * 1e3:.0f}", line
+def test_numbers_of_decode_steps_are_of_rows():
+    """Microseconds of steps by graph and of dense attention beside them; of the layer's steps."""
+    rows = rows_of("2026-11-25-h200/decode_serving-66a1788")
+    rows = {f"{r['B']}, {int(r['S']) // 1024}k": r for r in rows}
+    steps, layers = tables("Decode")[0][2:], tables("The layer's step")[0][2:]
+    assert len(steps) == len(layers) == 6
+    for name, one, _, dense, *_ in steps:
+        row = rows[name]
+        assert one == written(row["ms_graph"], one, 1e3), name
+        base, ratio = re.match(r"(\S+) \((.+)x\)$", dense).groups()
+        assert base == written(row["graph_base_ms"], base, 1e3), name
+        assert ratio == written(row["graph_speedup"], ratio), name
+    for name, *told, above in layers:
+        *_, wall = ms = [rows[name][f"ms_module_{how}"] for how in ("graph", "eager", "eager_wall")]
+        assert told == [written(exact, one, 1e3) for exact, one in zip(ms, told, strict=True)], name
+        assert above == f"{(float(wall) - float(ms[0])) * 1e3:.0f}", name
 
 
 @pytest.mark.parametrize("card", ["H200", "H100"])
 def test_numbers_of_steps_over_fp8_are_of_rows(card):
     """Microseconds of both dtypes of the cache, and their ratio."""
-    rows = rows_of([f"2026-11-26-{card.lower()}/decode_fp8-4e55a09"])
-    exact = {
-        r["kv_cache_dtype"]: float(r["ms_total"]) * 1e3
-        for r in rows
-        if (r["B"], r["S"]) == ("64", "32768")
-    }
+    rows = rows_of(f"2026-11-26-{card.lower()}/decode_fp8-4e55a09")
+    rows = [r for r in rows if (r["B"], r["S"]) == ("64", "32768")]
+    exact = {r["kv_cache_dtype"]: float(r["ms_total"]) * 1e3 for r in rows}
     bf16, fp8 = exact["auto"], exact["fp8_e4m3"]
     (line,) = [line for line in tables("FP8 caches")[0] if line[0] == card]
     assert line[1:4] == [f"{bf16:.1f}", f"{fp8:.1f}", f"{bf16 / fp8:.2f}x"]
@@ -155,10 +136,9 @@ def test_numbers_of_steps_over_fp8_are_of_rows(card):
 ])  # fmt: skip
 def test_numbers_of_generated_text_are_of_rows(number, name):
     """First token, step and tokens per second."""
-    rows = rows_of([name])
     found = {
         (f"{float(r['prefill_s']) * 1e3:.0f}", f"{float(r['ms_per_step']):.2f}",
-         f"{float(r['tokens_per_s']):.0f}"): r for r in rows
+         f"{float(r['tokens_per_s']):.0f}"): r for r in rows_of(name)
     }  # fmt: skip
     table = tables("Generating text")[number][2:]
     assert len(table) >= 4
@@ -175,24 +155,19 @@ def test_numbers_of_generated_text_are_of_rows(number, name):
 
 def test_numbers_of_the_readme_are_of_rows():
     """The paper's sizes: NSA, dense attention and their ratio; decode steps as graphs."""
-    rows = rows_of(["2026-11-27-h200/prefill_sharing-b89294a"])
-    decode = rows_of(["2026-11-25-h200/decode_serving-66a1788"])
-    known = {
-        (r["direction"], int(r["S"]) // 1024): (r["ms"], r["dense_ms"], r["speedup"])
-        for r in rows
-        if r["op"] == "full" and r["dense_ms"]
-    } | {
-        (r["B"], int(r["S"]) // 1024): (r["ms_graph"], r["graph_base_ms"], r["graph_speedup"])
-        for r in decode
-    }
+    known = {}
+    for r in rows_of("2026-11-27-h200/prefill_sharing-b89294a"):
+        if r["op"] == "full" and r["dense_ms"]:
+            what = {"fwd": "forward", "bwd": "backward"}[r["direction"]]
+            known[what, r["S"]] = r["ms"], r["dense_ms"], r["speedup"]
+    for r in rows_of("2026-11-25-h200/decode_serving-66a1788"):
+        known[r["B"], r["S"]] = r["ms_graph"], r["graph_base_ms"], r["graph_speedup"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "b89294a (decode 66a1788)" in " ".join(readme.split())
-    table = re.findall(
-        r"^\| (forward|backward|decode step, (\d+)).*?(\d+)k.*?\|(.*)\|$", readme, re.M
-    )
+    line = r"^\| (?:decode step, )?(forward|backward|\d+).*?(\d+)k.*?\|(.*)\|$"
+    table = re.findall(line, readme, re.M)
     assert len(table) == 6
-    for what, batch, k, told in table:
-        key = (batch or {"forward": "fwd", "backward": "bwd"}[what], int(k))
-        for number, exact in zip(told.split("|"), known[key], strict=True):
-            number = number.strip()
-            assert number == f"{float(exact):.{len(number.partition('.')[2])}f}", (what, k)
+    for what, k, told in table:
+        told = [cell.strip() for cell in told.split("|")]
+        exact = known[what, str(int(k) * 1024)]
+        assert told == [written(x, cell) for x, cell in zip(exact, told, strict=True)], (what, k)

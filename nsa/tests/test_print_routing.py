@@ -1,7 +1,5 @@
 """Does the routing table describe the calls that nsa_attention and the layer really make?"""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -29,8 +27,7 @@ def test_the_cache_of_a_token_is_told(capsys):
 
 
 def test_lengths_are_those_of_the_calls(monkeypatch):
-    seen = {}
-    make = dispatch.make_request
+    seen, make = {}, dispatch.make_request
 
     def recorded(branch, q, k, v, key_len, *rest):
         seen[branch] = key_len
@@ -58,23 +55,22 @@ def test_lengths_are_those_of_the_calls(monkeypatch):
         # The threshold is about selection by itself, not as a branch of those above.
         blocks = torch.zeros(1, S, 1, SIZES["n_sel"], dtype=torch.int32)
         selection_attention(q, k, k, blocks, block_size=SIZES["l_sel"])
-        want = {b: print_routing.key_length(b, S, CONFIG) for b in Branch}
-        assert seen == want
+        assert seen == {b: print_routing.key_length(b, S, CONFIG) for b in Branch}
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU as far as the decisions go; call it with the flags to have the rows."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(fa2, "probe", lambda: SimpleNamespace(why_not="no wheel"))
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    for owner, name, result in (
+        (torch.cuda, "is_available", True), (torch.cuda, "get_device_name", "a GPU"),
+        (torch.cuda, "get_device_capability", (9, 0)), (dispatch, "_has_triton", True),
+        (fa2, "probe", SimpleNamespace(why_not="no wheel")), (print_routing, "call_kernels", []),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, lambda *_, result=result: result)
 
-    def rows(**flags):
+    def rows(width=64, **flags):
         monkeypatch.setattr(print_routing, "get_flags", lambda _: Flags(**flags))
-        monkeypatch.setattr(print_routing, "call_kernels", lambda *_: [])
-        return print_routing.routing("bfloat16", 64)["decisions"]
+        return print_routing.routing("bfloat16", width)["decisions"]
 
     return rows
 
@@ -91,24 +87,20 @@ def test_the_threshold_in_the_way_is_named(gpu):
     assert at_8k["prefill"]["route"] == "triton" and not at_8k["prefill"]["rejected"]
 
 
-@pytest.mark.parametrize(("more", "route"), [({}, "triton"), *(
-    ({name: True}, "reference") for name in
-    ("use_fa2", "debug_timing", "debug_shapes", "debug_compare")
-)])  # fmt: skip
-def test_prefill_is_one_operator_only_where_nothing_works_by_branch(gpu, more, route):
-    rows = gpu(**more)
+@pytest.mark.parametrize("flag", ["use_fa2", "debug_timing", "debug_shapes", "debug_compare"])
+def test_prefill_is_one_operator_only_where_nothing_works_by_branch(gpu, flag):
+    rows = gpu(**{flag: True})
     (row,) = [r for r in rows if r["branch"] == "prefill" and r["call"].startswith("prefill, 8")]
-    assert row["route"] == route
-    assert [r["reason"] for r in row["rejected"]] == ["unsupported"] * (route != "triton")
+    assert row["route"] == "reference"
+    assert [r["reason"] for r in row["rejected"]] == ["unsupported"]
 
 
 def test_a_request_is_the_calls_own(gpu, monkeypatch):
     """Of both head dimensions, and no gradient of the choice of blocks."""
     seen, real = [], dispatch.decide
     monkeypatch.setattr(dispatch, "decide", lambda r, f: (seen.append(r), real(r, f))[1])
-    rows = gpu()
-    print_routing.routing("bfloat16", 96)
-    assert {(r.d_k, r.d_v) for r in seen[len(rows) :]} == {(96, 96)}
+    rows = gpu(width=96)
+    assert {(r.d_k, r.d_v) for r in seen} == {(96, 96)}
     training = {r["branch"]: r["needs_grad"] for r in rows if r["call"].startswith("training")}
     assert not training.pop("blocks") and all(training.values())
 

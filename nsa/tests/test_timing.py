@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,39 +28,43 @@ from scripts.oneshot.report.evidence import NO_DIFFERENCE, speedup_text
 
 BUDGET = Budget(device_s=0.02, wall_s=600.0, warm_s=0.0)  # on a loaded box too
 KERNEL = "_planted_kernel"
+LAST = [""]  # which contender was called last: the clock cannot see it otherwise
 
 
 class SimulatedClock:
-    """Runs every call, and says that it took what `lengths` says: nominal us with jitter."""
+    """Runs every call, and says that it took what `lengths` says: nominal us with jitter; or what
+    lie(us, number of the call, number of the batch) makes of it."""
 
     timer = "simulated"
     resolution_us = 0.5
-
     device_time = True
 
-    def __init__(self, lengths: dict[str, float], jitter: float = 0.004, seed: int = 0,
-                 drift: dict[str, float] | None = None, overhead: float = 1.05,
-                 gaps: Callable[[int], bool] = lambda batch: False) -> None:  # fmt: skip
-        self.lengths, self.jitter, self.drift = lengths, jitter, drift or {}
-        self.overhead, self.left_gaps, self.batch = overhead, gaps, 0
-        self.random = random.Random(seed)
+    def __init__(
+        self, lengths: dict[str, float], seed: int = 0, drift: dict[str, float] | None = None,
+        overhead: float = 1.05, gaps: Callable[[int], bool] = lambda batch: False,
+        lie: Callable[[float, int, int], float] = lambda us, n, batch: us,
+    ) -> None:  # fmt: skip
+        self.lengths, self.drift, self.overhead = lengths, drift or {}, overhead
+        self.left_gaps, self.lie = gaps, lie
+        self.random, self.calls = random.Random(seed), itertools.count()
         self.enqueue_us, self.now = 0.0, 0.0
+        self.batches: list[int] = []  # how many calls each had
         self.box = 1.0  # the box's common pace, which wanders
 
     def run(self, calls: list[Callable[[], Any]], *, cold: bool) -> list[float]:
         times = []
-        self.batch += 1
+        self.batches.append(len(calls))
         for call in calls:
             prepare(call)
             call()
             finish(call)
-            self.box += 0.05 * (1 - self.box) + self.random.gauss(0, self.jitter / 3)
+            self.box += 0.05 * (1 - self.box) + self.random.gauss(0, 0.004 / 3)
             tail = 1 + (0.2 if self.random.random() < 0.02 else 0.0)
-            name = LAST[0]
-            self.lengths[name] *= self.drift.get(name, 1.0)
-            own = 1 + abs(self.random.gauss(0, self.jitter))
-            times.append(self.lengths[name] * self.box * own * tail)
-        self.now += sum(times)
+            own = 1 + abs(self.random.gauss(0, 0.004))
+            self.lengths[LAST[0]] *= self.drift.get(LAST[0], 1.0)
+            us = self.lengths[LAST[0]] * self.box * own * tail
+            times.append(self.lie(us, next(self.calls), len(self.batches)))
+            self.now += us
         return times
 
     def host_us(self) -> float:
@@ -72,50 +76,55 @@ class SimulatedClock:
         return self.lengths[LAST[0]] * self.overhead
 
     def gaps(self) -> bool:
-        return self.left_gaps(self.batch)
-
-
-LAST = [""]  # which contender was called last: the clock cannot see it otherwise
-
-
-def said(row) -> str:
-    return "; ".join(row.why)
-
-
-def planted(ours: Callable[..., torch.Tensor] | None = None, **changes: Any) -> Case:
-    """out = 2 x, with `ours(x, how many calls before)` as the candidate's way to compute it."""
-    x = torch.zeros(64, 32)
-    calls = [0]
-
-    def candidate() -> torch.Tensor:
-        LAST[0] = "ours"
-        launches.bump(KERNEL)
-        calls[0] += 1
-        return (ours or (lambda x, n: 2 * x))(x, calls[0] - 1)
-
-    def baseline() -> torch.Tensor:
-        LAST[0] = "base"
-        return x + x
-
-    def refill(seed: int) -> None:
-        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
-
-    case = {
-        "bench": "planted", "name": "planted/double", "refill": refill, "inputs": lambda: [x],
-        "candidate": Contender("ours", candidate, "triton_dense", (KERNEL,)),
-        "requested": "triton", "oracle": lambda: 2 * x.double(), "same_dtype": lambda: 2 * x,
-        "baselines": [Contender("plain", baseline, "torch")], **changes,
-    }  # fmt: skip
-    return Case(**case)
+        return self.left_gaps(len(self.batches))
 
 
 def clock_of(ours: float = 50.0, base: float = 100.0, **how: Any) -> SimulatedClock:
     return SimulatedClock({"ours": ours, "base": base}, **how)
 
 
+def double(x: torch.Tensor, n: int) -> torch.Tensor:
+    return 2 * x
+
+
+def planted(
+    ours: Callable[[torch.Tensor, int], Any] = double, theirs: Callable = double,
+    launch: Callable[[int], object] = lambda n: launches.bump(KERNEL),
+    base: dict[str, Any] | None = None, **changes: Any,
+) -> Case:  # fmt: skip
+    """out = 2 x, as ours(x, how many calls before) and the baseline theirs() compute it."""
+    x = torch.zeros(64, 32)
+
+    def calls(name: str, compute: Callable, before: Callable) -> Callable[[], Any]:
+        number = itertools.count()
+
+        def call() -> Any:
+            LAST[0], n = name, next(number)
+            before(n)
+            return compute(x, n)
+
+        return call
+
+    def refill(seed: int) -> None:
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+
+    plain = {"name": "plain", "path": "torch", **(base or {})}
+    case = {
+        "bench": "planted", "name": "planted/double", "refill": refill, "inputs": lambda: [x],
+        "candidate": Contender("ours", calls("ours", ours, launch), "triton_dense", (KERNEL,)),
+        "requested": "triton", "oracle": lambda: 2 * x.double(), "same_dtype": lambda: 2 * x,
+        "baselines": [Contender(call=calls("base", theirs, lambda n: None), **plain)], **changes,
+    }  # fmt: skip
+    return Case(**case)
+
+
 def timed(case: Case | None = None, clock: Any = None, **kw: Any):
     kw = {"nominal": Ceilings(4800.0, 989.0, "nominal"), "budget": BUDGET, "cold": True, **kw}
     return measure(case or planted(), clock or clock_of(), **kw)
+
+
+def said(row) -> str:
+    return "; ".join(row.why)
 
 
 def test_a_right_kernel_gets_its_numbers():
@@ -141,60 +150,179 @@ def test_what_the_first_call_tells_is_in_the_row():
     ours = lambda x, n: calls.append(n) or 2 * x
     case = planted(ours, columns={"S": 1}, facts=lambda: {"chosen": len(calls)})
     assert timed(case).columns == {"S": 1, "chosen": 1}
-    assert timed(replace(case, candidate=planted(wrong).candidate)).columns == {"S": 1}
+    wrong = planted(lambda x, n: 2 * x + 0.01).candidate
+    assert timed(replace(case, candidate=wrong)).columns == {"S": 1}
 
 
-def wrong(x, n):
-    return 2 * x + 0.01
+# ---- cheats --------------------------------------------------------------------------------------
 
 
-def one_dead_row(x, n):
+def dead(x, row):
     out = 2 * x
-    out[17] = 0
+    out[row] = 0
     return out
 
 
-def returns_early(x, n):
-    return torch.empty_like(x)
-
-
-def tires(x, n):
-    """Right for ten calls, then it leaves out the last row."""
-    out = 2 * x
-    if n > 10:
-        out[-1] = 0
-    return out
-
-
-def writes_to_inputs(x, n):
+def writes(x):
     out = 2 * x
     x[0, 0] += 1e-6
     return out
 
 
-def crashes(x, n):
-    raise RuntimeError("illegal address\nmore")
+def remembers(computes):
+    """Returns its memory of an earlier call in the calls n that computes(n) does not name."""
+    kept = []
+
+    def kernel(x, n):
+        if not kept or computes(n):
+            kept[:] = [2 * x]
+        return kept[0].clone()
+
+    return kernel
 
 
-BAD_BASE = Contender("bad", lambda: torch.zeros(64, 32), "torch")
+def by_address():
+    """Computes while it is checked, later once per address of its input."""
+    kept = {}
+    return lambda x, n: 2 * x if n < 3 else kept.setdefault(x.data_ptr(), 2 * x).clone()
 
 
-@pytest.mark.parametrize("case, status, says", [
-    (planted(wrong), "FAILED", "mae"), (planted(one_dead_row), "FAILED", "row"),
-    (planted(returns_early), "FAILED", "NaN"),
-    (planted(tires), None, "a timed call drawn at random"),
-    (planted(writes_to_inputs), None, "inputs were written to"),
-    (planted(crashes), "FAILED", "RuntimeError: illegal address"),
-    (planted(baselines=[BAD_BASE]), "FAILED", "no baseline is right"),
-    (planted(bytes_needed=10**9, flops=1), "INVALID", "GB/s where the peak is 4800"),
-    (planted(bytes_needed=1, flops=10**11), "INVALID", "TFLOP/s where the peak is 989"),
-])  # fmt: skip
+def into_one_buffer():
+    """Writes into the same buffer at every call, at every third not at all."""
+    kept = torch.empty(64, 32)
+    return lambda x, n: kept if n % 3 == 1 else torch.mul(x, 2, out=kept)
+
+
+CHEATS = {  # a case, its status if that is certain, and what is said
+    "wrong": (planted(lambda x, n: 2 * x + 0.01), "FAILED", "mae"),
+    "a dead row": (planted(lambda x, n: dead(x, 17)), "FAILED", "row"),
+    "returns early": (planted(lambda x, n: torch.empty_like(x)), "FAILED", "NaN"),
+    "tires": (planted(lambda x, n: dead(x, -1) if n > 10 else 2 * x), "",
+              "a timed call drawn at random"),
+    "writes": (planted(lambda x, n: writes(x)), "", "inputs were written to"),
+    "writes later": (planted(lambda x, n: writes(x) if n > 2 else 2 * x), "", "written to"),
+    "crashes": (planted(mock.Mock(side_effect=RuntimeError("illegal address\nmore"))), "FAILED",
+                "RuntimeError: illegal address"),
+    "no baseline": (planted(theirs=lambda x, n: torch.zeros(64, 32)), "FAILED",
+                    "no baseline is right"),
+    "bytes": (planted(bytes_needed=10**9, flops=1), "INVALID", "GB/s where the peak is 4800"),
+    "flops": (planted(bytes_needed=1, flops=10**11), "INVALID", "TFLOP/s where the peak is 989"),
+    "remembers odd": (planted(remembers(lambda n: n % 2 == 0)), "", ""),
+    "remembers even": (planted(remembers(lambda n: n % 2)), "", ""),
+    "remembers the seventh": (planted(remembers(lambda n: n % 7 != 6)), "", ""),
+    "remembers the first": (planted(remembers(lambda n: False)), "", ""),
+    "remembers addresses": (planted(by_address()), "", ""),
+    "one buffer": (planted(into_one_buffer()), "", ""),
+    "the baseline remembers": (planted(theirs=remembers(lambda n: n % 2)), "", "plain"),
+    "never launched": (planted(launch=lambda n: None), "INVALID", KERNEL),
+    "launched mostly": (planted(launch=lambda n: n % 50 != 49 and launches.bump(KERNEL)),
+                        "INVALID", KERNEL),
+    "launched at first": (planted(launch=lambda n: n < 5 and launches.bump(KERNEL)), "INVALID",
+                          KERNEL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case, status, says", CHEATS.values(), ids=CHEATS)
 def test_a_planted_cheat_gets_no_number(case, status, says):
     row = timed(case)
-    assert row.status == status or status is None and row.status in ("FAILED", "INVALID")
+    assert row.status == status or not status and row.status in ("FAILED", "INVALID")
     assert says in said(row) and "more" not in said(row)
     assert row.median_us is None and row.speedup is None
     assert row.baseline == case.baselines[0].name
+
+
+def test_a_memory_by_version_saves_no_time():
+    """What is kept until the inputs are written to is never read: each call has new inputs."""
+    kept = {}
+
+    def ours(x, n):
+        key = x.data_ptr(), x._version
+        LAST[0] = "kept" if key in kept else "ours"
+        return kept.setdefault(key, 2 * x).clone()
+
+    row = timed(planted(ours), SimulatedClock({"ours": 50.0, "base": 100.0, "kept": 1.0}))
+    assert row.median_us is None or row.median_us > 49
+
+
+def test_a_wrong_result_of_few_calls_is_told_by_chance():
+    """Of each two calls one is off by a little: no mark shows it, the oracle does."""
+    wrong = lambda x, n: 2 * x + 0.01 * (n > 3 and n % 2)
+    assert not any(timed(planted(wrong)).median_us for _ in range(20))
+
+
+def test_a_launch_that_its_launcher_counts_and_does_not_make_is_told(monkeypatch):
+    """Triton's own report is another source than the launchers' counts: it is asked now and then,
+    since a call that is watched takes another way."""
+    recorded = []
+
+    @contextlib.contextmanager
+    def recording():
+        recorded.append(launches.Recording())
+        yield recorded[-1]
+        recorded.pop()
+
+    def launch(n):
+        launches.bump(KERNEL)
+        if recorded and n % 50 != 49:
+            recorded[-1][KERNEL] = recorded[-1].get(KERNEL, 0) + 1
+
+    monkeypatch.setattr(launches, "recording", recording)
+    told = [timed(planted(launch=launch), clock_of(5.0, 9.0)).status for _ in range(20)]
+    assert "INVALID" in told
+
+
+def test_calls_that_nobody_watches_are_judged_too(monkeypatch):
+    """One of the judged samples of a case is not recorded: its call is a user's."""
+    real, judge, inside, judged, ways = launches.recording, proof.judge, [0], [], []
+
+    @contextlib.contextmanager
+    def recording():
+        inside[0] += 1
+        with real() as seen:
+            yield seen
+        inside[0] -= 1
+
+    monkeypatch.setattr(launches, "recording", recording)
+    case = planted(lambda x, n: ways.append(bool(inside[0])) or 2 * x, baselines=())
+    monkeypatch.setattr(proof, "judge", lambda *a: judged.append(ways[-1]) or judge(*a))
+    row = timed(case)
+    assert row.status == "VALID" and row.judged == 2, row.why
+    assert judged[0] is True and sorted(judged[1:]) == [False, True]  # the first is prove()'s
+
+
+LIES = {
+    "negative": lambda us, n, _: -us, "zero": lambda us, n, _: 0.0, "constant": lambda *_: 5.0,
+    "some": lambda us, n, _: us if n % 9 else -us, "slow clock": lambda us, n, _: us / 100,
+    "fast clock": lambda us, n, _: us * 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_clock_that_lies_is_told(lie):
+    row = timed(clock=clock_of(lie=lie))
+    assert row.status == "INVALID" and row.median_us is None, row.why
+
+
+@pytest.mark.parametrize("tick", [lambda now: 0, lambda now: -now, lambda now: now // 1000])
+def test_a_host_clock_that_lies_is_told(tick, monkeypatch):
+    """On a CPU: stopped, backwards, a thousandth of the time."""
+    real = time.perf_counter_ns
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: tick(real()))
+    row = measure(planted(), HostClock(), cold=False, budget=BUDGET)
+    assert row.status == "INVALID" and row.median_us is None, row.why
+
+
+# ---- how it samples ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launched, most", [(1, 52), (40, 16), (400, 4)])
+def test_a_batch_fits_the_devices_queue(launched, most):
+    """With its queue full the host would wait, and times of short kernels would hold gaps."""
+    launch = lambda n: [launches.bump(KERNEL) for _ in range(launched)]
+    row = timed(planted(launch=launch), clock := clock_of(20.0, 40.0))
+    assert row.status == "VALID", row.why
+    sampled = clock.batches[-row.batches :]
+    assert max(sampled) <= most + 1 + 4 * (most < 8), sampled
 
 
 def test_strongest_baseline_is_chosen():
@@ -236,18 +364,10 @@ def test_long_calls_are_sampled_ten_times_or_are_unstable():
 
 def test_every_contender_warms_up_by_itself():
     """One's ever faster calls are not lost in the median over all."""
-
-    class Clock(SimulatedClock):
-        def run(self, calls, *, cold):
-            times = super().run(calls, cold=cold)
-            for i in range(2, len(times), 3):
-                times[i] = 1000.0 / min(self.batch, 6)
-            return times
-
-    clock = Clock({"ours": 50.0}, jitter=0.0)
+    warms = lambda us, n, batch: 50.0 if n % 3 < 2 else 1000.0 / min(batch, 6)
     call = lambda: LAST.__setitem__(0, "ours")
-    timing.warm_up(clock, [call] * 3, True, replace(BUDGET, warm_cap_s=60.0))
-    assert clock.batch == 7
+    timing.warm_up(clock := clock_of(lie=warms), [call] * 3, True, replace(BUDGET, warm_cap_s=60.0))
+    assert len(clock.batches) == 7
 
 
 @pytest.mark.parametrize("slow, word, seeds", [
@@ -259,6 +379,29 @@ def test_planted_slowdowns_get_the_right_word(slow, word, seeds):
         row = timed(clock=clock_of(50.0 * slow, 50.0, seed=seed))
         _, told = speedup_text(row.record(), 0.01)
         assert told.startswith(word), (seed, row.speedup_ci95)
+
+
+def test_sampling_goes_on_until_the_ratio_is_known_too():
+    """Times that move against each other: each is narrow long before their ratio is."""
+    draw = random.Random(3)
+
+    def run(calls, *, cold):
+        times = []
+        for _ in range(0, len(calls), 4):
+            e = draw.gauss(0, 0.012)
+            times += [50 * (1 + e), 100 * (1 - e), 100 * (1 - e), 50 * (1 + e)]
+        return times
+
+    count = itertools.count(0, 1e9)
+    clock = SimpleNamespace(run=run, gaps=lambda: False, host_us=lambda: next(count))
+    budget = replace(BUDGET, device_s=1e9, wall_s=60.0)
+    found = timing.sample(clock, lambda: None, lambda: None, True, budget)
+    low, high = stats.bootstrap_ci(found.ratios, 500)
+    assert found.stop == "noise"
+    assert (high - low) / 2 < budget.rel_half_width * stats.quantile(found.ratios, 0.5)
+
+
+# ---- clocks --------------------------------------------------------------------------------------
 
 
 def test_host_clock_times_calls_and_refuses_cold():
@@ -342,12 +485,9 @@ def test_what_is_no_work_of_a_call_lies_outside_of_its_events(monkeypatch):
     order: list[str] = []
     note = lambda word: lambda *_: order.append(word)
     number = itertools.count(1)
-
-    def event(enable_timing=True):
-        return SimpleNamespace(
-            record=note(f"event{next(number)}"), query=lambda: False, elapsed_time=lambda _: 0.01
-        )
-
+    event = lambda enable_timing=True: SimpleNamespace(
+        record=note(f"event{next(number)}"), query=lambda: False, elapsed_time=lambda _: 0.01
+    )
     cuda = SimpleNamespace(
         Event=event, _sleep=note("sleep"), synchronize=lambda *_: None,
         get_device_properties=lambda _: SimpleNamespace(L2_cache_size=8, clock_rate=1e6),
@@ -356,7 +496,7 @@ def test_what_is_no_work_of_a_call_lies_outside_of_its_events(monkeypatch):
     clock = clocks.CudaClock("cpu")
     clock._flush = SimpleNamespace(zero_=note("flush"))
     call = lambda: order.append("call")
-    call.before, call.after = lambda: order.append("before"), lambda: order.append("after")
+    call.before, call.after = note("before"), note("after")
     assert clock.run([call], cold=True) == [10.0]
     assert order == ["sleep", "event3", "before", "flush", "event1", "call", "event2", "after"]
     order.clear()
@@ -364,14 +504,14 @@ def test_what_is_no_work_of_a_call_lies_outside_of_its_events(monkeypatch):
 
 
 def test_without_kernels_in_the_profile_events_are_the_clock(monkeypatch, capsys):
-    class Blind(HostClock):
-        def run(self, calls, *, cold):
-            raise RuntimeError("the profiler saw 0 of 4 marks")
-
-    monkeypatch.setattr(clocks, "BusyClock", Blind)
+    blind = mock.Mock(side_effect=RuntimeError("the profiler saw 0 of 4 marks"))
+    monkeypatch.setattr(clocks, "BusyClock", type("Blind", (HostClock,), {"run": blind}))
     monkeypatch.setattr(clocks, "CudaClock", HostClock)
     assert type(clocks.busy_clock()) is HostClock
     assert "events" in capsys.readouterr().err
+
+
+# ---- what a row must not leave out ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error, status", [
@@ -390,9 +530,6 @@ def test_a_case_is_built_by_measuring_it_or_cannot_be(error, status):
         assert row.candidate == case.candidate.name
 
 
-# ---- what a row must not leave out ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("drift, of_baseline", [
     ({"ours": 1.001, "base": 1.001}, {True, False}), ({"base": 1.001}, {True}),
 ], ids=["both", "baseline"])  # fmt: skip
@@ -403,22 +540,21 @@ def test_what_drifts_makes_the_row_unstable(drift, of_baseline):
     assert {why.startswith("baseline ") for why in row.why} == of_baseline, row.why
 
 
-def card_that_says(*reasons):
-    """A card whose watch saw these reasons in the middle of the case."""
-    quiet = {"sm_mhz": 1980, "power_w": 500.0, "temp_c": 50, "reasons": []}
-    states = [quiet, {**quiet, "sm_mhz": 1200, "reasons": list(reasons)}, quiet]
-    watch = lambda: nullcontext(Watch(None, states=states))
-    return SimpleNamespace(watch=watch, nominal=lambda: Ceilings(4800.0, 989.0, "nominal"))
-
-
 @pytest.mark.parametrize("reason", ["HwSlowdown", "HwThermal", "SwThermal", "HwPowerBrake"])
 def test_a_card_that_was_throttled_for_a_moment_makes_the_row_unstable(reason):
     """Also where its samples agree, and where it was over before the last reading."""
-    row = timed(planted(), gpu=card_that_says(reason, "SwPowerCap"), nominal=None)
+    quiet = {"sm_mhz": 1980, "power_w": 500.0, "temp_c": 50, "reasons": []}
+
+    def on_a_card(*reasons):
+        states = [quiet, {**quiet, "sm_mhz": 1200, "reasons": list(reasons)}, quiet]
+        watch = lambda: contextlib.nullcontext(Watch(None, states=states))
+        nominal = lambda: Ceilings(4800.0, 989.0, "nominal")
+        return timed(gpu=SimpleNamespace(watch=watch, nominal=nominal), nominal=None)
+
+    row = on_a_card(reason, "SwPowerCap")
     assert row.status == "UNSTABLE" and said(row) == f"throttled: {reason}"
     assert row.reasons == sorted([reason, "SwPowerCap"]) and row.sm_mhz == [1200, 1980]
-    assert row.sm_mhz_median == 1980
-    assert timed(planted(), gpu=card_that_says("SwPowerCap"), nominal=None).status == "VALID"
+    assert row.sm_mhz_median == 1980 and on_a_card("SwPowerCap").status == "VALID"
 
 
 def test_the_freed_memory_is_poisoned_ahead_of_every_checked_call(monkeypatch):
@@ -440,24 +576,7 @@ def test_the_freed_memory_is_poisoned_ahead_of_every_checked_call(monkeypatch):
     assert timed(case).status == "VALID" and seen.count([(64, 32), (9, 32)]) == 2
 
 
-def test_sampling_goes_on_until_the_ratio_is_known_too():
-    """Times that move against each other: each is narrow long before their ratio is."""
-    draw = random.Random(3)
-
-    def run(calls, *, cold):
-        times = []
-        for _ in range(0, len(calls), 4):
-            e = draw.gauss(0, 0.012)
-            times += [50 * (1 + e), 100 * (1 - e), 100 * (1 - e), 50 * (1 + e)]
-        return times
-
-    count = itertools.count(0, 1e9)
-    clock = SimpleNamespace(run=run, gaps=lambda: False, host_us=lambda: next(count))
-    budget = replace(BUDGET, device_s=1e9, wall_s=60.0)
-    found = timing.sample(clock, lambda: None, lambda: None, True, budget)
-    low, high = stats.bootstrap_ci(found.ratios, 500)
-    assert found.stop == "noise"
-    assert (high - low) / 2 < budget.rel_half_width * stats.quantile(found.ratios, 0.5)
+# ---- statistics ----------------------------------------------------------------------------------
 
 
 def shuffled(values, seed=0):

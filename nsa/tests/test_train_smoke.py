@@ -15,6 +15,7 @@ import torch
 from nsa import attention
 from nsa.flags import Flags
 from nsa.model import NSALanguageModel
+from nsa.tests.helpers import TRITON
 from scripts import train_showcase as ts
 from scripts import training
 
@@ -73,21 +74,16 @@ def test_train_same_seed_gives_the_same_run(text):
     assert max(abs(a - b) for a, b in zip(losses[0], losses[2], strict=True)) > 1e-2
 
 
-def test_trained_model_does_not_see_the_future(run, text):
-    probe, selftest, flow = ts.probe_model(run.model, TINY, text[1], CPU)
-    assert not probe.leaks and not probe.blind, probe
-    assert selftest.leaks and not flow.leaks and not flow.blind
-
-
 def test_train_gradients_are_clipped_to_norm_one(text, monkeypatch):
     norms, loss = [], training.next_byte_loss
 
-    class Watched(torch.optim.SGD):
-        def step(self, closure=None):
-            grads = [p.grad.flatten() for g in self.param_groups for p in g["params"]]
-            norms.append(torch.cat(grads).norm().item())
+    def watched(model, lr):
+        optimizer = torch.optim.SGD(model.parameters(), lr)
+        grads = lambda: torch.cat([p.grad.flatten() for p in model.parameters()])
+        optimizer.register_step_pre_hook(lambda *_: norms.append(grads().norm().item()))
+        return optimizer
 
-    monkeypatch.setattr(training, "make_optimizer", lambda m, lr: Watched(m.parameters(), lr))
+    monkeypatch.setattr(training, "make_optimizer", watched)
     monkeypatch.setattr(training, "next_byte_loss", lambda *args: 100 * loss(*args))
     run = ts.train(replace(TINY, steps=1), *text, CPU, seed=3)
     assert run.grad_norms[0] > 10 and norms == [pytest.approx(1.0, rel=1e-3)]
@@ -110,6 +106,12 @@ LEAKS = {
 }
 
 
+def test_trained_model_does_not_see_the_future(run, text):
+    probe, selftest, flow = ts.probe_model(run.model, TINY, text[1], CPU)
+    assert not probe.leaks and not probe.blind, probe
+    assert selftest.leaks and not flow.leaks and not flow.blind
+
+
 @pytest.mark.parametrize("name", LEAKS)
 def test_trained_model_with_a_leaking_branch_is_caught(name, run, text, monkeypatch):
     monkeypatch.setattr(attention, name, LEAKS[name](getattr(attention, name)))
@@ -118,9 +120,6 @@ def test_trained_model_with_a_leaking_branch_is_caught(name, run, text, monkeypa
 
 # ---- on a GPU ------------------------------------------------------------------------------------
 
-TRITON = Flags(
-    use_triton_sel=True, sel_triton_allow_grad=True, sel_triton_min_L=1, triton_sel_force=True
-)
 SMALL = replace(ts.PRESETS["cuda"], layers=2, steps=30, seq=1024, batch=2, val_windows=4)
 
 
@@ -142,7 +141,7 @@ def test_train_gpu_runs_the_triton_kernels_and_learns(gpu_run):
 
 
 def test_train_gpu_model_does_not_see_the_future(gpu_run, text, cuda):
-    probe, selftest, flow = ts.probe_model(gpu_run.model, SMALL, text[1], cuda)
+    probe, selftest, _ = ts.probe_model(gpu_run.model, SMALL, text[1], cuda)
     assert not probe.leaks and not probe.blind, probe
     assert selftest.leaks
 
@@ -200,9 +199,8 @@ def test_train_a_held_out_loss_ends_in_training_again():
 
 def test_train_windows_may_end_where_the_text_ends(text):
     """Of seq + 1 bytes there is one window, and a target for each of its inputs."""
-    preset = replace(TINY, steps=4, batch=8)
-    run = ts.train(preset, text[0][: TINY.seq + 1], text[1], CPU, seed=0, make=small)
-    assert len(run.rows) == 4
+    few = replace(TINY, steps=4, batch=8), text[0][: TINY.seq + 1], text[1]
+    assert len(ts.train(*few, CPU, seed=0, make=small).rows) == 4
 
 
 def test_train_ranks_share_the_batches_of_one_process(text, monkeypatch):
@@ -213,17 +211,15 @@ def test_train_ranks_share_the_batches_of_one_process(text, monkeypatch):
         seen.append(batch[:, :8].clone())
         return loss(model, batch)
 
+    mean = lambda x, mesh: x if mesh is None else torch.full_like(x, 7.0)
     monkeypatch.setattr(training, "next_byte_loss", watched)
-    monkeypatch.setattr(
-        training, "average", lambda x, mesh: x if mesh is None else torch.full_like(x, 7.0)
-    )
+    monkeypatch.setattr(training, "average", mean)
     preset = replace(TINY, steps=4, batch=4, val_windows=4)
 
     def batches(mesh):
         seen.clear()
-        monkeypatch.setattr(  # a second between any two readings
-            training, "time", SimpleNamespace(perf_counter=itertools.count().__next__)
-        )
+        clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+        monkeypatch.setattr(training, "time", clock)  # a second between any two readings
         run = ts.train(preset, *text, CPU, seed=3, log_every=2, make=small, mesh=mesh)
         return run, torch.cat(seen[:4]), torch.cat(seen[4:])
 

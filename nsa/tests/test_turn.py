@@ -1,7 +1,5 @@
 """The projections taken apart by rotary turn: the kernel against the oracle, and who takes it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -40,14 +38,12 @@ def by_pytorch(qkv, at, c=SMALL):
 def expected(qkv, start, c):
     """By the oracle, in the columns' order: q, then k of the three branches, then v."""
     rows = qkv if qkv.ndim == 3 else qkv[None]
-    q, k, v = rows.double().cpu().split(c.qkv_widths, -1)
+    q, k, v = rows.split(c.qkv_widths, -1)
     q = oracle.rotary(q.unflatten(-1, (c.heads, c.d_k)), c.rope_base, start)
     k = oracle.rotary(k.unflatten(-1, (3 * c.groups, c.d_k)), c.rope_base, start)
     v = v.unflatten(-1, (3 * c.groups, c.d_v))
-    out = [q]
-    for keys, values in zip(k.chunk(3, -2), v.chunk(3, -2), strict=True):
-        out += [keys, values]
-    return [x if qkv.ndim == 3 else x[0] for x in out]
+    pairs = zip(k.chunk(3, -2), v.chunk(3, -2), strict=True)
+    return [x.view(*qkv.shape[:-1], *x.shape[-2:]) for x in (q, *(x for two in pairs for x in two))]
 
 
 @pytest.mark.core
@@ -67,8 +63,8 @@ def test_every_part_and_gradient_is_the_oracles(config, shape, dtype, start, ker
     want = expected(wide, start, config)
     (want_grad,) = torch.autograd.grad(want, wide, [x.double().cpu() for x in do])
     same = by_pytorch(qkv.detach(), at, config)
-    for name, g, w, s in zip((*PARTS, "dqkv"), (*got, grad), (*want, want_grad), (*same, None),
-                             strict=True):  # fmt: skip
+    right = (*want, want_grad), (*same, None)
+    for name, g, w, s in zip((*PARTS, "dqkv"), (*got, grad), *right, strict=True):
         assert_parity(
             f"turn/{config.d_k}-{start}/{name}", "turn", g.detach().cpu(), w.detach(),
             s if s is None else s.cpu(), path_requested="triton", path_taken="triton",
@@ -130,25 +126,18 @@ def test_a_layer_takes_it_and_trains_as_without(packed, kernel_device):
 
 
 def test_without_a_gpu_pytorch_does_it():
-    layer = NSAAttention(SMALL)
+    """And by every other route's name; Triton's says why it cannot."""
     with dispatch.trace() as taken, launches.recording() as counts:
-        layer(torch.zeros(1, 9, 24))
+        NSAAttention(SMALL)(torch.zeros(1, 9, 24))
     assert [t.route.value for t in taken if t.branch is dispatch.Branch.TURN] == ["reference"]
     assert not counts.get(KERNEL)
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "fa2", "reference"])
-def test_other_routes_have_pytorch_do_it(backend):
-    qkv = randn(1, 5, sum(SMALL.qkv_widths), seed=1)
-    got, kv = attention.turn_projected(qkv, torch.arange(5), SMALL, backend=backend)
-    want, want_kv = split_turned(qkv, torch.arange(5), SMALL)
-    assert torch.equal(got, want) and torch.equal(kv.k_win, want_kv.k_win)
-
-
-def test_a_named_route_that_cannot_says_why():
-    qkv = torch.zeros(1, 5, sum(SMALL.qkv_widths), dtype=torch.float64)
+    qkv, at = randn(1, 5, sum(SMALL.qkv_widths), seed=1), torch.arange(5)
+    want, want_kv = split_turned(qkv, at, SMALL)
+    for backend in ("sdpa", "fa2", "reference"):
+        got, kv = attention.turn_projected(qkv, at, SMALL, backend=backend)
+        assert torch.equal(got, want) and torch.equal(kv.k_win, want_kv.k_win)
     with pytest.raises(dispatch.RouteUnavailable, match="no_cuda|dtype"):
-        attention.turn_projected(qkv, torch.arange(5), SMALL, backend="triton", flags=TRITON)
+        attention.turn_projected(qkv.double(), at, SMALL, backend="triton", flags=TRITON)
 
 
 def test_compiled_projections_are_left_to_the_compiler(monkeypatch):

@@ -8,38 +8,38 @@ import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 import yaml
 
 from bench.records import csv_text
+from nsa import dispatch, selection_attention
+from nsa.flags import Flags
 from nsa.tests import test_threshold_optimizer as evidence
 from scripts import modal_bench
 from scripts.modal_bench import pr_body
+from scripts.oneshot.run.stages import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
-def load(name: str) -> dict:
-    return yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
+def load(name: str) -> tuple[dict, list[dict], list[str]]:
+    """A workflow, its steps and the lines that these run."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    return workflow, steps, [x.strip() for s in steps for x in s.get("run", "").splitlines()]
 
 
-def steps(workflow: dict) -> list[dict]:
-    return [step for job in workflow["jobs"].values() for step in job["steps"]]
-
-
-def commands(workflow: dict) -> list[str]:
-    return [line.strip() for s in steps(workflow) for line in s.get("run", "").splitlines()]
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
-def test_workflow_has_the_shape_that_github_needs(path):
-    workflow = yaml.safe_load(path.read_text())
+@pytest.mark.parametrize("name", [path.name for path in WORKFLOWS])
+def test_workflow_has_the_shape_that_github_needs_and_names_what_exists(name):
+    workflow, steps, commands = load(name)
     assert set(workflow) >= {"name", True, "permissions", "jobs"}  # YAML 1.1 reads `on` as True
     for job in workflow["jobs"].values():
         assert job["runs-on"] and job["timeout-minutes"] > 0
-    for step in steps(workflow):
+    for step in steps:
         assert ("run" in step) != ("uses" in step), step
         if "uses" in step:
             pinned = r"[\w.-]+/[\w.-]+@(v\d+|[0-9a-f]{40})|docker://[\w.-]+/[\w.-]+:\d[\d.]+"
@@ -47,42 +47,27 @@ def test_workflow_has_the_shape_that_github_needs(path):
         # An input or a branch name pasted into a script would be run by the shell.
         assert "${{" not in step.get("run", ""), step
 
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
-def test_named_files_and_make_targets_exist(path):
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = 0
-    for command in commands(yaml.safe_load(path.read_text())):
-        words = shlex.split(command)
-        if words[:1] == ["make"]:
-            assert words[1] in targets, command
-            named += 1
-        for word in re.findall(r"(?:nsa|scripts|bench|configs)/[\w./-]+", command):
-            assert (ROOT / word).is_file(), f"{path.name}: {command}"
-            named += 1
-    assert named
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    made = [words[1] for words in map(shlex.split, commands) if words[:1] == ["make"]]
+    files = re.findall(r"(?:nsa|scripts|bench|configs)/[\w./-]+", "\n".join(commands))
+    assert (made or files) and not set(made) - set(targets)
+    assert not [x for x in files if not (ROOT / x).is_file()]
 
 
 def test_smoke_lane_runs_stages_of_the_runner_in_its_environment():
-    from scripts.oneshot.run.stages import plan
-
-    lines = [c for c in commands(load("triton-gpu-smoke.yml")) if c.startswith("make gpu-report")]
+    commands = load("triton-gpu-smoke.yml")[2]
+    lines = [c for c in commands if c.startswith("make gpu-report")]
     only = [set(re.search(r"ONLY=(\S+)", line)[1].split(",")) for line in lines]
     ids = {stage.id for stage in plan("standard")}
     assert all("PROFILE=standard" in line for line in lines) and all(x <= ids for x in only)
     assert "more_parity" in only[0]
     # .deps holds a folder per interpreter: only setup_env.py knows which one is on the path.
-    python = [c for c in commands(load("triton-gpu-smoke.yml")) if c.startswith("python")]
+    python = [c for c in commands if c.startswith("python")]
     assert python and all(c.startswith("python3 scripts/setup_env.py --exec -") for c in python)
 
 
 def test_sm89_device_takes_the_fallback_of_the_policy(cuda):
     """What the SM 8.9 lane asks of a real card: enabled by flag, kept off by policy."""
-    import torch
-
-    from nsa import dispatch, selection_attention
-    from nsa.flags import Flags
-
     if torch.cuda.get_device_capability() != (8, 9):
         pytest.skip("this is not an SM 8.9 device")
     q = torch.randn(1, 128, 4, 64, device=cuda, dtype=torch.float16)
@@ -97,8 +82,8 @@ def test_sm89_device_takes_the_fallback_of_the_policy(cuda):
 
 
 def test_benchmark_command_line_and_choices_are_those_of_the_script():
-    workflow = load("gpu-benchmark.yml")
-    (line,) = [c for c in commands(workflow) if c.startswith("python scripts/modal_bench.py")]
+    workflow, _, commands = load("gpu-benchmark.yml")
+    (line,) = [c for c in commands if c.startswith("python scripts/modal_bench.py")]
     profiles = workflow[True]["workflow_dispatch"]["inputs"]["profile"]["options"]
     for profile in profiles:
         words = shlex.split(line.replace("$PROFILE", profile).replace("$GPU", "H100"))
@@ -110,11 +95,11 @@ def test_benchmark_command_line_and_choices_are_those_of_the_script():
 
 
 def cell(length: int, case: str, low: float, status: str = "VALID") -> dict:
-    wall = {"wall_speedup_ci95": [low + 2, low + 3]}
-    timed = {"speedup": low + 0.05, "speedup_ci95": [low, low + 0.1], **wall}
-    blank = {"speedup": None, "speedup_ci95": None}
     row = {"bench": "sel", "mode": "route", "case": case, "L": length, "status": status}
-    return row | (timed if status == "VALID" else blank)
+    if status != "VALID":
+        return {**row, "speedup": None, "speedup_ci95": None}
+    return {**row, "speedup": low + 0.05, "speedup_ci95": [low, low + 0.1],
+            "wall_speedup_ci95": [low + 2, low + 3]}  # fmt: skip
 
 
 def bundle(recommend: dict | None) -> dict:
@@ -126,14 +111,12 @@ def bundle(recommend: dict | None) -> dict:
         "verdict": {"status": "PASS", "one_line": "PASS - parity 41/41 | benches VALID 3/4"},
         "recommend": recommend,
         "bench": [
-            cell(1024, "sel/L=1024/few", 1.5),
-            cell(512, "sel/L=512/few", 1.4),
-            cell(512, "sel/L=512/many", 1.25),
-            cell(128, "sel/L=128/many", 0.0, "UNSTABLE"),
+            cell(1024, "sel/L=1024/few", 1.5), cell(512, "sel/L=512/few", 1.4),
+            cell(512, "sel/L=512/many", 1.25), cell(128, "sel/L=128/many", 0.0, "UNSTABLE"),
             {"bench": "decode", "case": "decode/S=4096", "L": 9, "status": "VALID"},
             cell(512, "sel/dense/L=512", 0.8) | {"mode": "dense"},  # no evidence
         ],
-    }
+    }  # fmt: skip
 
 
 GOLDEN = """\
@@ -227,30 +210,20 @@ def test_what_leaves_no_bundle_is_reported(tmp_path, fake_runner, monkeypatch, c
         modal_bench.main(["--gpu", "H100", "--out", str(tmp_path)])
 
 
-class StandIn:
+def stand_in():
     """modal's names as far as build_app calls them; its functions run here."""
 
-    class Image:
-        def __getattr__(self, step):
-            return lambda *args, **kwargs: self
+    def function(*, gpu, image, timeout, serialized):
+        assert gpu == "H100" and timeout == 60 and serialized
+        return lambda function: SimpleNamespace(local=function)
 
-        @staticmethod
-        def debian_slim():
-            return StandIn.Image()
-
-    class App:
-        def __init__(self, name):
-            pass
-
-        def function(self, *, gpu, image, timeout, serialized):
-            assert gpu == "H100" and timeout == 60 and serialized
-            return lambda function: SimpleNamespace(local=function)
+    return mock.Mock(App=lambda name: SimpleNamespace(function=function))
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["stand-in", "modal"])
 def test_the_remote_function_runs_here_too(real, tmp_path, monkeypatch, fake_runner):
     """In the checkout where there is no copy at /repo, in the copy where there is one."""
-    modal = pytest.importorskip("modal", reason="modal is not installed") if real else StandIn
+    modal = pytest.importorskip("modal", reason="modal is not installed") if real else stand_in()
     fake_runner()
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(modal_bench, "REMOTE_ROOT", str(tmp_path / "repo"))
@@ -261,16 +234,13 @@ def test_the_remote_function_runs_here_too(real, tmp_path, monkeypatch, fake_run
     assert remote.local("quick")["exit_code"] == 5 and sys.path[0] == str(tmp_path / "repo")
 
 
-@pytest.mark.parametrize(
-    ("recommend", "low", "entry"),
-    [
-        (None, 1.5, None),
-        ({"sel_triton_min_L": 64}, 1.5, {"sel_triton_min_L": 64}),
-        ({"sel_triton_min_L": None}, 1.0, None),
-        ({"sel_triton_min_L": 64, "fa2_min_len_win": 16}, 1.5,
-         {"sel_triton_min_L": 64, "fa2_min_len_win": 16}),
-    ],
-)  # fmt: skip
+BOTH = {"sel_triton_min_L": 64, "fa2_min_len_win": 16}
+
+
+@pytest.mark.parametrize("recommend, low, entry", [
+    (None, 1.5, None), ({"sel_triton_min_L": None}, 1.0, None),
+    ({"sel_triton_min_L": 64}, 1.5, {"sel_triton_min_L": 64}), (BOTH, 1.5, BOTH),
+])  # fmt: skip
 def test_the_proposal_is_what_the_optimizer_writes(recommend, low, entry, tmp_path, monkeypatch):
     config, folder = tmp_path / "base.yaml", tmp_path / "8ac3f21"
     config.write_text((ROOT / "configs" / "base.yaml").read_text())
