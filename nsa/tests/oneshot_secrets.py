@@ -71,8 +71,8 @@ discord {{M%w23.%w6.%w38}} ¦ slack {{xapp-1-A%u10-%d12-%h40}}
 https://x.webhook.office.com/webhookb2/{{%h32/IncomingWebhook/%h32}}
 https://open.feishu.cn/open-apis/bot/v2/hook/{{%h32}} ¦ https://chat.example.com/hooks/{{%l26}}
 https://hooks.zapier.com/hooks/catch/{{123/%w12}} ¦ brevo {{xkeysib-%h64-%w16}}
-prime {{pit_%h64}} ¦ databricks {{dapi%h32}} ¦ kaggle {{KGAT_%h32}}
-langsmith {{lsv2_pt_%h32_%h10}} ¦ shopify {{shpat_%h32}} ¦ newrelic {{NRAK-%u27}} ¦ age {{AGE-SECRET-KEY-1%u58}}
+age {{AGE-SECRET-KEY-1%u58}} ¦ prime {{pit_%h64}} ¦ databricks {{dapi%h32}} ¦ kaggle {{KGAT_%h32}}
+langsmith {{lsv2_pt_%h32_%h10}} ¦ shopify {{shpat_%h32}} ¦ newrelic {{NRAK-%u27}}
 atlassian {{ATATT3x%w60}} ¦ scaleway {{SCW%u17}} ¦ sparkpost {{%h40}} ¦ together.ai {{%h64}}
 RUNPOD {{%u40}} ¦ mattermost token {{%l26}} ¦ fal {{12345678-1234-1234-1234-123456789abc:%h32}}
 hyperstack {{12345678-1234-1234-1234-123456789abc}} ¦ unknown service said {{zq_%w40}} is no key
@@ -84,10 +84,10 @@ s3://b/x.bin?sig={{abcdef01}} ¦ gs://b/x.bin?sig={{abcdef01}} ¦ wss://b/x.bin?
 user {{Alice}} logged in ¦ /tmp/{{alice}}_cache/x ¦ {{bob}}@laptop:~$ ls ¦ {{bob}}@localhost
 Alice@{{BOX}} ¦ ssh {{bob}}@box ¦ scp x {{bob}}@box:/tmp ¦ C:\Users\{{bob}}\x
 /mnt/c/Users/{{bob}}/x ¦ drwxr-xr-x 2 {{alice}} {{alice}} 40 x ¦ USERNAME={{bob.builder}}
-login: {{bob}} ¦ ssh-ed25519 AAAAC3NzaC1lZDI1 {{bob}}@x ¦ /nfs/home/{{bob}}/x.py ¦ /data/users/{{bob}}/x
+login: {{bob}} ¦ ssh-ed25519 AAAAC3NzaC1lZDI1 {{bob}}@x ¦ /nfs/home/{{bob}}/x.py
 {{alice}}%40example.com ¦ mail to {{bob%40example.com}} ¦ {{bob@example.com}}
 by {{Bob@Example.COM}} (at) ¦ x={{bob%40mail.example.org}}&y ¦ report_{{bob@example.com}}.csv
-{{bob=40example.com}} ¦ {{bob&#64;example.com}}
+/data/users/{{bob}}/x ¦ {{bob=40example.com}} ¦ {{bob&#64;example.com}}
 ¦¦ a host
 on {{POD-9F8E7D6C}} ¦ x_{{pod-9f8e7d6c}}_y ¦ events.out.tfevents.17.{{pod-9f8e7d6c}}.9.0
 alice@{{gpubox}}:~$ ¦ root@{{4f2c9a1b7d3e}}:/workspace# ¦ ssh root@{{box}} ¦ bob@{{gpu-17}} said
