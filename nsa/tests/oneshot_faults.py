@@ -98,15 +98,23 @@ def right() -> None:
     parity()
 
 
+def until(done, limit_s: float = 30.0) -> bool:
+    """Wait for `done()` to be true. Returns whether it came to be."""
+    deadline = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def report_xid(number: int) -> None:
     """The fake driver reports `number`; the test passes once the listener has taken it."""
     reported = Path(os.environ["CUDA_TEST_XIDS"])
     half = reported.with_suffix(".half")  # a file that is still empty would be taken, and be lost
     half.write_text(f"{number}\n")
     half.replace(reported)
-    deadline = time.monotonic() + 30.0
-    while reported.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: not reported.exists())
     right()
 
 
@@ -130,8 +138,7 @@ FAULTS = {
     "nothing": "print('exit code 0 and no test')",
     "slow": "time.sleep(1.0); right()",
     "until_told": """
-while not (OUT / "go").exists():
-    time.sleep(0.05)
+until((OUT / "go").exists)
 (OUT / "go").unlink()
 right()
 """,
@@ -212,7 +219,7 @@ for name, text in CANARIES.items():
     "pipes": """
 passed()
 (OUT / "bench").mkdir(exist_ok=True)
-for name in ("events.jsonl", "report.md", "bench/samples.jsonl", "new.csv"):
+for name in ("events.jsonl", "report.md", "bench/samples.jsonl", ".ballast", "new.csv"):
     (OUT / name).unlink(missing_ok=True)
     os.mkfifo(OUT / name)
 """,
@@ -433,6 +440,24 @@ def go(out: Path, stages: str, *options: str, **how) -> Outcome:
     process = start(out, stages, *options, **how)
     console, _ = process.communicate(timeout=60)
     return Outcome(process.returncode, console, out)
+
+
+def git(root: Path, *words: str, who: str = "t") -> None:
+    identity = ["-c", f"user.name={who}", "-c", f"user.email={who}@example.com"]
+    subprocess.run(["git", *identity, *words], cwd=root, check=True, capture_output=True)
+
+
+def rows_of(argv: list[str], **env: str) -> tuple[subprocess.CompletedProcess, list[dict]]:
+    """How Python ends with these arguments, and the few rows that it sends."""
+    read, write = os.pipe()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=ROOT, pass_fds=[write], capture_output=True,
+        env={**kept, "NSA_RESULT_FD": str(write), **env},
+    )  # fmt: skip
+    os.close(write)
+    with open(read) as pipe:
+        return done, [json.loads(line) for line in pipe]
 
 
 # ---- faults of the supervisor itself -------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa.tests.oneshot_faults import git
 from scripts.oneshot.box import checkout, doctor
 from scripts.oneshot.record import bundle, judge
 from scripts.oneshot.record.model import RunRecord
@@ -80,11 +81,6 @@ def test_a_lock_follows_no_link_and_a_stopped_run_waits_for_none(tmp_path):
 
 
 # ---- which sources -------------------------------------------------------------------------------
-
-
-def git(root, *args):
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
-    subprocess.run(["git", *identity, *args], cwd=root, check=True, capture_output=True)
 
 
 def committed(sources):

@@ -7,6 +7,7 @@ planted is found in any file, name or archive; no process of the run is alive.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -14,7 +15,6 @@ import re
 import shlex
 import subprocess
 import tarfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ pytest.importorskip("jinja2", reason="the report needs jinja2")
 
 from nsa.tests import oneshot_faults as faults
 from nsa.tests.oneshot_faults import CANARIES, COMMIT, PRIVATE, ROOT, Outcome, fake_gpu
-from nsa.tests.test_oneshot_page import inert
+from nsa.tests.test_oneshot_report import inert
 from scripts.oneshot.box.processes import TAG
 from scripts.oneshot.compare import verify
 from scripts.oneshot.record.journal import read_events
@@ -106,23 +106,21 @@ def everything(out: Path) -> bytes:
     return b"\n".join(parts)
 
 
-def orphans(folder: Path, limit_s: float = 3.0) -> list[str]:
+def orphans(folder: Path) -> list[str]:
     """Processes that carry the tag of the run in `folder`, once they had time to go."""
     ids = {e["run_id"] for e in read_events(folder / "events.jsonl") if e["ev"] == "run_start"}
     tags = [f"{TAG}={run_id}:".encode() for run_id in ids]
-    deadline = time.monotonic() + limit_s
-    while True:
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                variables = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
-            except OSError:
-                continue
-            if any(tag in variables for tag in tags):
-                found.append(entry.name)
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.05)
+
+    def found() -> list[str]:
+        alive = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                variables = path.read_bytes()
+                alive += [path.parent.name for tag in tags if tag in variables]
+        return alive
+
+    faults.until(lambda: not found(), 3.0)
+    return found()
 
 
 def nothing_leaked(outcome: Outcome) -> None:
@@ -427,9 +425,7 @@ def _(tmp: Path) -> None:
 def _(tmp: Path) -> None:
     first = faults.start(tmp / "out", "until_told", env=PLANTED)
     journal = tmp / "out" / COMMIT / "events.jsonl"
-    while not any(e["ev"] == "stage_start" for e in read_events(journal)):
-        assert first.poll() is None, first.communicate()[0]
-        time.sleep(0.02)
+    assert faults.until(lambda: any(e["ev"] == "stage_start" for e in read_events(journal)))
     second = go(tmp / "out", "pass")
     assert second.code == 75 and f"process {first.pid} since" in second.console
     (tmp / "out" / COMMIT / "go").touch()
@@ -461,14 +457,8 @@ def _(tmp: Path) -> None:
 @more("secrets in the remote and the branch")
 def _(tmp: Path) -> None:
     repository = tmp / "repository"
-
-    def git(*words: str) -> None:
-        subprocess.run(
-            ["git", "-C", str(repository), "-c", "user.name=alice", "-c",
-             "user.email=alice@example.com", *words], check=True, capture_output=True,
-        )  # fmt: skip
-
     repository.mkdir()
+    git = lambda *words: faults.git(repository, *words, who="alice")
     git("init", "-q", "-b", CANARIES["gitlab"])
     git("commit", "-q", "--allow-empty", "-m", CANARIES["github"])
     git("remote", "add", "origin", CANARIES["url"] + "&" + CANARIES["password"])

@@ -1,29 +1,43 @@
-"""Do the verbs, their options and usage errors do what they say?"""
+"""Do the verbs, their options and usage errors do what they say, and does a person at the terminal
+see it?"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import io
 import json
 import os
+import pty
 import re
+import select
+import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("jinja2", reason="the report needs jinja2")
+
 from nsa.tests import oneshot_faults as faults
-from nsa.tests.oneshot_faults import ROOT, Outcome, go
+from nsa.tests.oneshot_faults import ROOT, Outcome, command, environment, fake_gpu, git, go
 from nsa.tests.oneshot_samples import write_sample
 from scripts import setup_env
+from scripts.oneshot import streams
 from scripts.oneshot.__main__ import main
 from scripts.oneshot.box.checkout import git_facts
 from scripts.oneshot.compare import verify
 from scripts.oneshot.record.journal import Journal
+from scripts.oneshot.record.model import Stage
 from scripts.oneshot.record.outputs import scp_line
 from scripts.oneshot.run import attach, runner, stages
 from scripts.oneshot.run.arguments import seconds
 from scripts.oneshot.run.lock import Lock, folder_lock, gpu_lock
+from scripts.oneshot.run.progress import Progress
 
 
 @pytest.mark.parametrize("with_git", [True, False])
@@ -32,10 +46,8 @@ def test_sources_edited_during_the_run_are_not_clean(with_git, tmp_path):
     source = tmp_path / "src" / "nsa" / "a.py"
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
-    for words in (["init", "-q"], ["add", "."],
-                  ["-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "1"],
-                  ) if with_git else ():  # fmt: skip
-        subprocess.run(["git", *words], cwd=tmp_path / "src", check=True)
+    for words in ("init -q", "add .", "commit -qm 1") if with_git else ():
+        git(tmp_path / "src", *words.split())
     given = ("--commit", git_facts(tmp_path / "src")["commit"]) if with_git else ()
 
     def bundle(stages, *options):
@@ -45,11 +57,11 @@ def test_sources_edited_during_the_run_are_not_clean(with_git, tmp_path):
         return json.loads((folder / "bundle.json").read_text())
 
     edited = bundle("pass,edit")
-    git = edited["git"]
-    assert git["dirty"] and git["changed_during_run"] is True
-    assert f"commit {git['short']} DIRTY" in edited["verdict"]["one_line"]
+    found = edited["git"]
+    assert found["dirty"] and found["changed_during_run"] is True
+    assert f"commit {found['short']} DIRTY" in edited["verdict"]["one_line"]
     assert any("changed while the run was going on" in n["text"] for n in edited["notes"])
-    assert not with_git or "1 file changed" in git["diffstat"]
+    assert not with_git or "1 file changed" in found["diffstat"]
     assert bundle("pass", "--resume")["resumed"] == {}  # the same edited sources
     if not with_git:
         assert list(bundle("pass", "--resume")["resumed"].values()) == [["pass"]]
@@ -234,22 +246,6 @@ def test_scp_line_is_made_of_what_the_box_says():
 # ---- beside what earlier and other runs left -----------------------------------------------------
 
 
-def test_private_values_that_are_words_of_the_report_garble_nothing(tmp_path):
-    pytest.importorskip("jinja2", reason="the report needs jinja2")
-    from nsa.tests.test_oneshot_page import inert
-
-    env = {"USER": "max", "SESSION_MODE": "stage_end", "AUTH_MODE": "required",
-           "X_AUTH": "duration"}  # fmt: skip
-    done = go(tmp_path, "pass,bench", env=env, render=True)
-    assert done.code == 0, done.console
-    assert list(verify.check(done.folder)) == []
-    page = (done.folder / "report.html").read_text()
-    inert(page)
-    assert "max-width" in page and "max-abs" in page
-    rows = (done.folder / "tests" / "pass.jsonl").read_text().splitlines()
-    assert all("duration_s" in json.loads(row) for row in rows)
-
-
 def test_earlier_runs_stay_as_they_were_sealed(tmp_path):
     """What is a secret only since then changes no byte of them; their archive goes."""
     go(tmp_path, "pass")
@@ -268,7 +264,7 @@ def test_earlier_runs_stay_as_they_were_sealed(tmp_path):
 
 def test_nothing_is_taken_over_from_another_card(tmp_path):
     """A box of the same kind, rented again: its card has another UUID."""
-    env, smi = faults.fake_gpu(tmp_path), tmp_path / "bin" / "nvidia-smi"
+    env, smi = fake_gpu(tmp_path), tmp_path / "bin" / "nvidia-smi"
     for uuid, taken in (("GPU-12345678", []), ("GPU-12345678", ["pass"]), ("GPU-87654321", [])):
         smi.write_text(re.sub(r"GPU-\d{8}", uuid, smi.read_text()))
         done = go(tmp_path / "out", "pass!", "--profile", "standard", "--resume", env=env)
@@ -277,7 +273,7 @@ def test_nothing_is_taken_over_from_another_card(tmp_path):
 
 def test_one_run_per_gpu_whatever_the_folder(tmp_path):
     """Another card of the box is free: the one that a run sees is asked, locked and described."""
-    env, smi = faults.fake_gpu(tmp_path), tmp_path / "bin" / "nvidia-smi"
+    env, smi = fake_gpu(tmp_path), tmp_path / "bin" / "nvidia-smi"
     second = faults.FAKE_SMI.replace("GPU-12345678", "GPU-87654321").replace("300.00", "250")
     smi.write_text(smi.read_text() + f"echo '{second}'\n")
     first, other = (
@@ -294,3 +290,83 @@ def test_one_run_per_gpu_whatever_the_folder(tmp_path):
     assert run("1").code == 75
     other.release()
     first.release()
+
+
+# ---- the terminal --------------------------------------------------------------------------------
+
+
+def on_terminal(argv, env, columns, limit_s=40.0):
+    """(exit code, everything that was written) of a program on a terminal of its own."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    process = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=ROOT)
+    os.close(slave)
+    seen, deadline = b"", time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if select.select([master], [], [], 0.1)[0]:
+            try:
+                piece = os.read(master, 1 << 16)
+            except OSError:
+                break
+            if not piece:
+                break
+            seen += piece
+    os.close(master)
+    return process.wait(timeout=10), seen.decode("utf-8", "replace")
+
+
+def test_run_on_a_terminal(tmp_path):
+    env = {**fake_gpu(tmp_path), "TERM": "xterm", "USER": "ann",
+           "SSH_CONNECTION": "198.51.100.1 5000 203.0.113.2 2222"}  # fmt: skip
+    env = {k: v for k, v in environment(env, render=True).items() if k != "COLUMNS"}
+    out = tmp_path / "out"
+    argv = command(out, "steady!", "--profile", "standard", "--price", "7200")
+    code, text = on_terminal(argv, env, 200)
+    live = re.findall(r"\r\x1b\[K(\[[^\r\n]*)(?=\r\x1b)", text)
+    assert text.count("\n") < 25, "a live line is rewritten, never repeated"
+    assert re.fullmatch(
+        r"\[2/2\] steady  0:0\d/0:30  1 passed  case 1 of 4 61C 312W 1980MHz  \$\d\.\d\d", live[-1]
+    ), live
+    lines = [re.sub(r"\x1b\[K|\r", "", line) for line in text.splitlines() if line.strip()]
+    assert code == 0 and lines[-1] == "exit code 0"
+    last = "\n".join(lines[-9:])
+    assert re.search(r"^PASS - 1/1 tests; parity 1/1; Test GPU", last, re.M)
+    folder = out / "abc1234"
+    packed = folder.with_name("abc1234.tgz")
+    assert f"report:  {folder / 'report.md'}" in last and f"{folder / 'report.html'}  (the" in last
+    assert f"bundle:  {packed}" in last
+    assert f"sha256:  {hashlib.sha256(packed.read_bytes()).hexdigest()}" in last
+    assert f"fetch:   scp -P 2222 ann@203.0.113.2:{packed} ." in last
+    assert "you are paying until you destroy the box" in last
+    everything = b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file())
+    assert b"203.0.113.2" not in everything and b"\x1b" not in everything
+
+
+def test_how_long_the_run_will_take_yet(monkeypatch):
+    """By the estimates of the stages; one that takes longer than its own adds nothing."""
+    monkeypatch.setenv("COLUMNS", "99")
+    stages = [Stage(name, name, ("x",), "tests", 99.0, estimate_s=60.0) for name in "abc"]
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    progress = Progress(stages, stream)
+    progress.next(), progress.next(), progress.begin(stages[1])
+    progress.tick(20.0, 99.0, [])
+    assert "[2/3] b  0:20/1:39, about 1:40 left" in stream.getvalue()
+    progress.tick(80.0, 99.0, [])
+    assert stream.getvalue().endswith("about 1:00 left")
+    monkeypatch.setenv("COLUMNS", "30")
+    progress.tick(81.0, 99.0, [])
+    assert len(stream.getvalue().rpartition("\x1b[K")[2]) < 30, "a line that wraps is repeated"
+
+
+def test_words_that_nobody_can_hear_are_no_error(monkeypatch):
+    for stream in (open("/dev/full", "w"), None, open(os.devnull)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        streams.say("a word")
+
+
+def test_the_set_up_speaks_to_a_full_stream():
+    code = "import scripts.setup_env as s\nraise SystemExit(s.main(['--run', '-x']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=full)
+    assert done.returncode == 2

@@ -436,3 +436,47 @@ def test_a_dry_run_installs_nothing(became, machine, monkeypatch, option):
     setup_env.main(["--run", "out", option])
     ((_, argv, path),) = became
     assert argv == ["-m", "scripts.oneshot", "run", "out", option] and path == ""
+
+
+# ---- home and cards ------------------------------------------------------------------------------
+
+
+def test_kernels_are_kept_where_a_user_without_a_home_can_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"HOME": "/"})
+    box.settle_triton_cache(tmp_path)
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / ".triton")
+    for home in ("~", str(tmp_path / "file" / "x")):  # no passwd entry, or none to write to
+        (tmp_path / "file").write_text("x")
+        monkeypatch.setattr(os, "environ", {})
+        monkeypatch.setattr(os.path, "expanduser", lambda _, home=home: home)
+        box.settle_triton_cache(tmp_path)
+        assert box.triton_cache() == tmp_path / ".triton"
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os.path, "expanduser", lambda _: str(tmp_path))
+    box.settle_triton_cache(tmp_path)
+    assert os.environ == {} and (tmp_path / ".triton" / "cache").is_dir()
+
+
+CARDS = [{"uuid": f"GPU-{n}", "name": f"card {n}", "driver": "580.1", "mem_mib": 80000,
+          "power_limit_w": 700, "sm": "9.0"} for n in (11111111, 22222222)]  # fmt: skip
+LISTED = """GPU 0: card (UUID: GPU-11111111)
+  MIG 1g.10gb Device 0: (UUID: MIG-aaaa)
+GPU 1: card (UUID: GPU-22222222)
+  MIG 1g.10gb Device 0: (UUID: MIG-bbbb)
+"""
+
+
+@pytest.mark.parametrize(("visible", "uuid", "memory", "mig", "sm"), [
+    ("", "GPU-11111111", 80000, False, "9.0"), ("1", "GPU-22222222", 80000, False, "9.0"),
+    ("GPU-2222", "GPU-22222222", 80000, False, "9.0"), ("MIG-bbbb", "MIG-bbbb", None, True, "9.0"),
+    ("MIG-GPU-22222222/1/0", "MIG-GPU-22222222/1/0", None, True, "9.0"),
+    ("MIG-cccc", "MIG-cccc", None, True, None), ("GPU-3333", "GPU-3333", None, False, None),
+])  # fmt: skip
+def test_a_slice_is_not_its_card(monkeypatch, visible, uuid, memory, mig, sm):
+    monkeypatch.setattr(box, "command", lambda *_, **__: LISTED)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert box.visible_gpu(CARDS, os.environ)["uuid"] == uuid
+    device = box.device_facts(CARDS, {})
+    assert (device["mem_mib"], device["mig"], device["sm"]) == (memory, mig, sm)
+    assert device["driver"] == "580.1" and (device["power_limit_w"] is None) == (memory is None)
+    json.dumps(device)

@@ -77,10 +77,8 @@ def test_memory_that_a_hung_stage_holds_is_free_for_the_next(tmp_path):
 def test_a_signal_in_the_middle_of_a_bench_leaves_a_valid_report(tmp_path, name, code):
     process = start(tmp_path, "@sanity,@prefill_bench")
     journal = tmp_path / "abc1234" / "events.jsonl"
-    deadline = time.monotonic() + 120
-    while '"median_us"' not in (journal.read_text() if journal.exists() else ""):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    timed = lambda: journal.exists() and '"median_us"' in journal.read_text()
+    assert oneshot_faults.until(timed, 120)
     sent = time.monotonic()
     os.kill(process.pid, getattr(signal, name))
     got, console, stages, folder = finish(process, tmp_path, 30)

@@ -1,4 +1,5 @@
-"""The report: what it says for five runs, that numbers need proof, and that no log can break it.
+"""The report: what it says for known runs, that numbers need proof, that no log can break it, and
+that report.html has its words, nothing from elsewhere, and no text of a log as markup.
 
 NSA_UPDATE_GOLDENS=1 rewrites nsa/tests/goldens from what is rendered now; read the diff then.
 """
@@ -6,6 +7,7 @@ NSA_UPDATE_GOLDENS=1 rewrites nsa/tests/goldens from what is rendered now; read 
 from __future__ import annotations
 
 import csv
+import html.parser
 import itertools
 import json
 import os
@@ -31,7 +33,7 @@ from nsa.tests.oneshot_samples import (
 )
 from scripts.oneshot.record import markdown, outputs
 from scripts.oneshot.record.reading import rebuild
-from scripts.oneshot.report import evidence, failures, thresholds
+from scripts.oneshot.report import evidence, failures, page, thresholds
 from scripts.oneshot.report import render as report
 from scripts.oneshot.report.blocks import Shape, View
 from scripts.oneshot.run import stages
@@ -88,6 +90,25 @@ def test_the_report_of_a_known_run_is_the_one_kept(name, tmp_path, committed_row
     assert text == golden.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", SAMPLES)
+def test_page_is_self_contained_and_says_what_report_md_says(tmp_path, name):
+    write_sample(tmp_path, name)
+    data = rebuild(tmp_path)[0]
+    words, html = report.render_text(data, tmp_path, Shape()), report.render_page(data, tmp_path)
+    assert name != "cpu" or "<title>PASS - 8ac3f21 on a CPU</title>" in html
+    seen = inert(html)
+    rows = [" ".join(" | ".join(row).split()) for row in seen.rows]
+    missing = []
+    for line in re.findall(r"^\| ([^|\s].*) \|$", words, re.M):
+        values = [Page(str(page.inline(v))).text for v in re.split(r" (?<!\\)\| ", line)]
+        if "▇" in line:  # bars, which are no table in HTML
+            missing += [v for v in values if v.strip(" ▇") not in seen.text]
+        elif " ".join(" | ".join(values).split()) not in rows:
+            missing.append(line)
+    assert not missing
+    assert data["verdict"]["one_line"] in seen.text
+
+
 def test_render_goes_by_the_journal_and_without_one_by_bundle_json(tmp_path, capsys, monkeypatch):
     """Which it leaves alone; the report says which served."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # plots have tests of their own
@@ -107,7 +128,7 @@ def test_render_goes_by_the_journal_and_without_one_by_bundle_json(tmp_path, cap
     assert "no bundle.json" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------- numbers
+# ---- numbers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", ["INVALID", "SKIPPED", "FAILED"])
@@ -215,14 +236,68 @@ def test_the_walls_beside_fa2_lengths_are_of_their_own_cells_and_the_least():
         assert "; 1 of its 1 cells are launch bound" in text and f"about {least} at the" in text
 
 
-def test_the_worst_parity_case_of_an_operator_is_the_one_nearest_to_its_limit():
-    rows = [{**parity_row(name, margin=margin), "why": []}
-            for name, margin in (("p/a", 0.1), ("p/b", 0.9), ("p/c", None))]  # fmt: skip
-    (op,) = evidence.parity_ops(rows, Shape())
-    assert op[1:3] == ["3/3", "`p/b`"]
+# ---- hostile text --------------------------------------------------------------------------------
+
+ATTACKS = (
+    "</pre></code></td></table></style></svg><script>alert(1)</script>\"'><img src=x onerror=a()>",
+    "javascript:alert(1) <a href=//evil.example/x onclick=a()> <iframe src=https://evil.example>",
+    "`</code><script>` ``<b>`` \\`<i> **<u>** &lt;script&gt; &#60;b&#62; <!-- --> ]]> {{ 7*7 }}",
+    "<svg><use href=http://evil.example/#a /></svg> <style>@import url(//evil.example)</style>",
+)
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+OURS = set(
+    "html head meta title style body p strong header h1 h2 h3 nav a div section table thead"
+    " tbody tr th td b code pre ul li details summary figure figcaption span i svg g defs clippath"
+    " path rect use text tspan".split()
+)
+LOADING = {"src", "srcset", "action", "formaction", "data", "poster", "background", "ping"}
 
 
-# ---------------------------------------------------------------------------------- hostile text
+class Page(html.parser.HTMLParser):
+    """What a browser would act on: tags, attributes, the text around them."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.open, self.rows = set(), [], [], []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += [(tag, k, v or "") for k, v in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes something else"
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "style":
+            assert "url(" not in data and "@import" not in data
+            return
+        self.text += data
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+
+def inert(text):
+    """Parse `text` and see that it runs nothing and asks nobody for anything."""
+    seen = Page(text)
+    assert not seen.open, "an element is never closed"
+    assert seen.tags <= OURS, seen.tags - OURS
+    for tag, name, value in seen.attributes:
+        assert not name.startswith("on") and name not in LOADING, (tag, name)
+        if name in ("href", "xlink:href"):
+            assert value.startswith("#"), (tag, value)
+        if name in ("style", "clip-path"):
+            assert "url(" not in re.sub(r"url\(#[\w.-]+\)", "", value), value
+    return seen
+
 
 EVIL = (
     "``` ````` </details> <script>alert(1)</script> | a | b |\n# heading\n@everyone #123 GH-7 "
@@ -267,6 +342,7 @@ def write_hostile(folder):
 
     with_events(folder, "gpu_fail", change)
     log = EVIL.encode() * 20 + b"x" * 2**20 + b"\xff\xfe\x00\xc3(\n" + b"Error: " + EVIL.encode()
+    log += "\n".join(ATTACKS).encode() + b"\nError: </pre>\n"
     for name in ("triton_bwd", "sel_bench", "decode_bench"):
         (folder / "logs" / f"{name}.log").write_bytes(log)
     (folder / "train.jsonl").write_bytes(b'{"step": 1, "loss": NaN}\n[]\nnull\n\xff\n')
@@ -276,14 +352,34 @@ def write_hostile(folder):
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """The folder of such a run, with its reports, of which the page runs nothing."""
-    from nsa.tests.test_oneshot_page import inert
-
+    """The folder of such a run, with its reports."""
     folder = tmp_path_factory.mktemp("hostile")
     write_hostile(folder)
     assert report.main([str(folder)]) == 0
-    inert((folder / "report.html").read_text(encoding="utf-8"))
     return folder
+
+
+def test_the_page_of_hostile_records_runs_nothing(hostile):
+    seen = inert((hostile / "report.html").read_text(encoding="utf-8"))
+    assert "<script>alert(1)</script>" in seen.text  # shown, not run
+    assert "</pre></code></td>" in seen.text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", seen.text)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("form", [markdown.cell, markdown.code, markdown.fence, str])
+def test_every_form_of_text_is_inert_and_complete(form, attack):
+    show = page.block if form is markdown.fence else page.inline
+    seen = inert(f"<p>{show(form(attack))}</p>")
+    assert seen.tags <= {"p", "code", "pre", "strong"}
+    if form is not str:
+        assert seen.text.strip("\n").replace("\u200b", "") == attack
+
+
+def test_template_names_no_other_place():
+    text = (Path(report.TEMPLATES) / "report.html.j2").read_text()
+    assert not re.search(r"https?:|//\w|<script|<link|<img|\bon\w+=|\| *safe", text)
+    assert not Shape().issue  # the page shows the report at its full size
 
 
 def outside_fences(text):
@@ -312,15 +408,15 @@ def test_hostile_text_cannot_break_the_page(file, hostile):
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
     assert max(map(len, text.split("\n"))) < 12_000
     lines = outside_fences(text)
-    page = "\n".join(lines)
-    assert page.count("<details>") == page.count("</details>")
+    shown = "\n".join(lines)
+    assert shown.count("<details>") == shown.count("</details>")
     headings = [s for s in lines if re.match("##? ", s)]
     questions = ("this box good", "the kernels right", "fast are they", "should be set", "failed")
     for heading, question in zip(headings, [*questions, "Failures"], strict=False):
         assert heading.startswith("## ") and question in heading
     assert len(headings) >= 6 and (file == "report.md") == ("## Parity" in headings)
-    page = page[: page.index("<!-- nsa-report")]  # a comment is not rendered; see below
-    spans = re.sub(r"(?<![\\`])(`+)(?!`).*?(?<!`)\1(?!`)", "", page)
+    shown = shown[: shown.index("<!-- nsa-report")]  # a comment is not rendered; see below
+    spans = re.sub(r"(?<![\\`])(`+)(?!`).*?(?<!`)\1(?!`)", "", shown)
     assert not re.search("@everyone|#123|GH-7|<script|<img|http://evil", spans)
     for line, following in itertools.pairwise(lines):
         if line.startswith("|") and following.startswith("|"):
@@ -345,23 +441,19 @@ def test_a_markdown_parser_sees_only_our_own_html_and_headings(hostile):
     assert {t.tag for t in tokens if t.type == "heading_open"} == {"h2", "h3"}
 
 
-def test_filters():
+def test_what_filters_make_of_odd_values():
+    """Ordinary ones are in the reports that are kept."""
     assert markdown.fence("a ``` b").startswith("````text\n")
     assert markdown.code("a`b|c") == "`` a`b\\|c ``"
-    assert markdown.cell("a|b\nc <x> @me") == "a\\|b c &lt;x&gt; @\u200bme"
-    assert markdown.cell("sel_fwd _kernel_") == "sel_fwd \\_kernel\\_"
-    assert markdown.us(41.234) == "41.23 us" and markdown.us(12345.6) == "12.35 ms"
     assert markdown.us(None) == markdown.us(float("nan")) == markdown.us("7") == "-"
-    assert markdown.us_ci(41.2, [41, 41.5]) == "41.2 [41, 41.5] us"
-    assert markdown.pct(0.714) == "71 %" and markdown.pct(True) == "-"
+    assert markdown.pct(True) == "-" and markdown.sparkline([3.0, 2.0, 1.0]) == "█▅▁"
     clipped = markdown.clip_mid("\n".join(map(str, range(100))), 15, "logs/x.log")
     assert clipped.count("\n") == 14 and "[... 86 lines left out, logs/x.log]" in clipped
     assert clipped.startswith("0\n") and clipped.endswith("\n99")
-    assert markdown.sparkline([3.0, 2.0, 1.0]) == "█▅▁"
 
 
-@pytest.mark.parametrize("page, key", [(False, "answers"), (True, "sections")])
-def test_an_undefined_value_in_a_template_is_an_error(page, key, tmp_path, monkeypatch):
+@pytest.mark.parametrize("html, key", [(False, "answers"), (True, "sections")])
+def test_an_undefined_value_in_a_template_is_an_error(html, key, tmp_path, monkeypatch):
     import jinja2
 
     write_sample(tmp_path, "all_pass")
@@ -369,7 +461,7 @@ def test_an_undefined_value_in_a_template_is_an_error(page, key, tmp_path, monke
     cut = lambda *a, **k: {n: v for n, v in whole(*a, **k).items() if n != key}
     monkeypatch.setattr(report, "document", cut)
     with pytest.raises(jinja2.UndefinedError, match=key):
-        report.render_page(rebuild(tmp_path)[0], tmp_path) if page else rendered(tmp_path)
+        report.render_page(rebuild(tmp_path)[0], tmp_path) if html else rendered(tmp_path)
 
 
 def test_the_right_part_of_a_log_is_shown():
@@ -381,7 +473,7 @@ def test_the_right_part_of_a_log_is_shown():
     assert len(failures.excerpt(failed, 15, "logs/a").splitlines()) == 15
 
 
-# ---------------------------------------------------------------------------------- the issue
+# ---- the issue -----------------------------------------------------------------------------------
 
 
 def test_an_issue_of_a_passing_run_gives_up_rows_for_its_aim(tmp_path):
@@ -465,13 +557,11 @@ def test_warnings_have_an_end_and_flags_without_routing_are_not_called_complete(
     assert "| every other flag | not recorded |" in rendered(tmp_path)
 
 
-# ---------------------------------------------------------------------------------- plots
+# ---- plots ---------------------------------------------------------------------------------------
 
 
 def test_plots_are_drawn_from_rows_with_proof_and_shown_by_the_report(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from nsa.tests.test_oneshot_page import inert
-
     rows = [
         bench_row("sel/dense/L=64/few", 6.0, 1.3, L=64, mode="dense", dist="few"),
         bench_row("sel/dense/L=128/few", 9.0, 1.4, L=128, mode="dense", dist="few",

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench.records import write_csv
+from nsa.tests.oneshot_faults import rows_of
 from nsa.tests.oneshot_samples import bench_row, raw_times
 from scripts.oneshot.box import cards
 from scripts.oneshot.record.journal import Ballast, utc_now
@@ -164,15 +165,8 @@ def pytest_runtest_logreport(report):
 def test_an_early_exit_with_code_0_is_no_pass(tmp_path):
     (tmp_path / "dies.py").write_text(DIES)
     argv = "-m pytest -q nsa/tests/test_blocks.py -p no:cacheprovider -p dies".split()
-    env = {k: v for k, v in os.environ.items() if k != "PYTEST_XDIST_WORKER"}
-    read, write = os.pipe()
-    done = subprocess.run(
-        [sys.executable, *argv], cwd=stages.ROOT, pass_fds=[write], capture_output=True,
-        env={**env, "NSA_RESULT_FD": str(write), "PYTHONPATH": os.fspath(tmp_path)},
-    )  # fmt: skip
-    os.close(write)
-    with open(read) as pipe:
-        rows = [parse_row(line) for line in pipe]
+    done, rows = rows_of(argv, PYTHONPATH=os.fspath(tmp_path))
+    rows = [parse_row(json.dumps(row)) for row in rows]
     assert done.returncode == 0 and sum(r["kind"] == "test" for r in rows) == 1
     said = judge(Stage("s", "s", ("{python}", *argv), proof="tests", timeout_s=1), 0, rows)
     assert said.status is Status.CRASH and "announced tests reported" in said.reason

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from nsa.tests import conftest
+from nsa.tests.oneshot_faults import until
 from scripts.oneshot.box.processes import is_running
 from scripts.oneshot.run import shards, stages
 
@@ -238,18 +239,13 @@ def sleeping(folder, n):
     path = folder / "test_sleepers.py"
     path.write_text(SLEEPERS)
     process, finish = start(n, path)
-    deadline = time.monotonic() + 60
-    while len(pids := [int(p.name[3:]) for p in folder.glob("pid*")]) < n:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    return process, finish, pids
+    pids = lambda: [int(p.name[3:]) for p in folder.glob("pid*")]
+    assert until(lambda: len(pids()) == n, 60)
+    return process, finish, pids()
 
 
-def gone(pids, limit_s=3.0):
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline and any(map(is_running, pids)):
-        time.sleep(0.05)
-    return not any(map(is_running, pids))
+def gone(pids):
+    return until(lambda: not any(map(is_running, pids)), 3.0)
 
 
 def test_sigabrt_prints_stacks_and_ends_all_even_a_share_that_is_deaf(tmp_path):

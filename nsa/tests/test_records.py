@@ -1,4 +1,5 @@
-"""Rows that claim too much cannot be built; CSV and the result channel keep what they are given."""
+"""Rows that claim too much cannot be built; CSV and the result channel keep what they are given; a
+stage's seconds count once each, and none is taken for a result."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import re
 import pytest
 import torch
 
-from bench import provenance
+from bench import provenance, spent
 from bench.records import (
     BenchRow,
     emit,
@@ -21,6 +22,9 @@ from bench.records import (
     write_so_far,
 )
 from nsa.tests.helpers import sent
+from nsa.tests.oneshot_faults import rows_of
+from scripts.oneshot.record.judge import Status, judge
+from scripts.oneshot.record.model import Stage
 from scripts.oneshot.record.rows import parse_row
 
 GOOD = {
@@ -179,3 +183,26 @@ def test_one_known_word_makes_no_variant(taken):
     assert not path_agrees("triton", taken)
     assert path_agrees("triton", "triton_dense_group") and path_agrees("triton", "triton")
     assert not path_agrees("sdpa", "sdpa_dense")  # which has no variants
+
+
+def test_each_second_counts_once(monkeypatch):
+    monkeypatch.setattr(spent, "_seconds", spent.Counter())
+    now = 0.0
+    monkeypatch.setattr(spent.time, "perf_counter", lambda: now)
+    with spent.on("timing"):
+        now += 0.05
+        with spent.on("proof"):
+            now += 0.2
+            with spent.on("timing"):
+                now += 0.05
+    assert spent._seconds["proof"] == pytest.approx(0.2)
+    assert spent._seconds["timing"] == pytest.approx(0.1)
+
+
+def test_a_process_tells_its_seconds_when_it_ends_and_they_prove_nothing():
+    code = "import time; time.sleep(0.3); from bench import spent; spent.begin(); spent.begin()"
+    _, rows = rows_of(["-c", code])
+    assert [row["name"] for row in rows] == ["seconds/start"] and 0.3 < rows[0]["value"] < 60
+    stage = Stage("s", "s", ("x",), proof="row", timeout_s=1)
+    assert judge(stage, 0, rows).reason == "exit code 0, but no result was sent"
+    assert judge(stage, 0, [*rows, {**rows[0], "name": "speed"}]).status is Status.PASS

@@ -84,7 +84,8 @@ SHAKY = dict(status="UNSTABLE", why="drift: 4 %")
 
 
 @pytest.mark.parametrize("bad, expected, says", [
-    (row(128, "many", 1.19), 256, "lower bound 1.19x < 1.2x"), (row(64, "few", 0.8), 128, "H=8 D=64"),
+    (row(128, "many", 1.19), 256, "lower bound 1.19x < 1.2x"),
+    (row(64, "few", 0.8), 128, "H=8 D=64"),
     (row(512, "mixed", 1.1, N=64), None, "L=512 dist=mixed N=64"),
     (row(256, "few", 2.39, **SHAKY), 512, "UNSTABLE: drift: 4 %"),
     (row(64, "few", 2.4, **SHAKY), 64, ""),  # drift does not turn 2.4 times into less than 1.2
@@ -143,11 +144,11 @@ LOST = {"parity": "FAIL", "status": "FAILED"}
         ({**LOST, "why": "mae"}, "parity must be PASS, got 'FAIL'"),
         ({**LOST, **NO_TIME}, "parity must be PASS, got 'FAIL'"),
         ({"parity": ""}, "parity must be PASS, got 'nothing'"), ({"device": " "}, "device is"),
-        ({"torch": "2.13.0"}, "torch is '2.13.0', but '2.11.0'"), ({"driver": "1"}, "driver is '1'"),
+        ({"torch": "2.13.0"}, "torch is '2.13.0', but '2.11.0'"),
         ({"commit": "def"}, "commit is 'def', but 'abc1234'"),
         ({"device": "NVIDIA L4"}, "device is 'NVIDIA L4', but 'NVIDIA H200'"),
         ({"path": "sdpa"}, "path must be triton, got 'sdpa'"),
-        ({"path": "tritonish"}, "path must be triton"),
+        ({"path": "tritonish"}, "path must be triton"), ({"driver": "1"}, "driver is '1'"),
         ({"path": ""}, "path must be triton, got 'nothing'"),
         ({"ci_low": "nan"}, "ci_low must be a finite number, got 'nan'"),
         ({"speedup": "inf"}, "speedup must be a finite number, got 'inf'"),
@@ -207,8 +208,8 @@ def test_fa2_lengths_are_the_keys_that_the_flag_counts(run):
 def test_fa2_has_an_answer_for_triton_off_which_is_written_and_one_for_triton_on(run, config):
     """What loses to Triton's kernel may beat SDPA, and SDPA is what is left with Triton off. With
     Triton on FA-2 is best left off, so what beats Triton's kernel sets no length."""
-    of = lambda S, sdpa, triton: [fa2_row("win", S, low, baseline=name)
-                                  for name, low in (("sdpa", sdpa), ("triton", triton))]  # fmt: skip
+    of = lambda S, *lows: [fa2_row("win", S, low, baseline=name)
+                           for name, low in zip(("sdpa", "triton"), lows, strict=True)]  # fmt: skip
     rows = [*of(64, 2.3, 0.4), *of(256, 2.3, 0.4), *of(512, 2.3, 0.4)]
     rows += [fa2_row("cmp", S, 1.5, baseline="sdpa") for S in (64, 256, 512)]
     proposal, out, err = proposed(run, grid(), "--write", str(config), fa2=rows)
