@@ -149,7 +149,9 @@ def test_plan_names_real_files(profile):
     assert len({s.log_path for s in planned}) == len(planned)
     for stage in planned:
         assert not (stage.gpu and profile == "cpu"), stage.id
-        assert stage.after is None or stage.after in {s.id for s in planned}
+        ids = [s.id for s in planned]
+        assert stage.after is None or stage.after in ids
+        assert all(ids.index(s) < ids.index(stage.id) for s in stage.also if s in ids)
         assert stages.NO_TEST not in stage.argv, f"{stage.id} finds no test file"
         for part in stage.argv:
             if part.endswith(".py"):
