@@ -216,8 +216,8 @@ def test_a_card_is_judged_by_its_own_stages_and_numbers(status):
 def test_only_the_benched_card_gives_the_ceilings(tmp_path, monkeypatch):
     from bench import health
 
-    rates = ("copy_gbs copy_frac gemm_bf16_tflops gemm_frac gemm_sustained_tflops h2d_gbs launch_us "
-             "aa_noise_floor aa_worst aa_trials").split()  # fmt: skip
+    rates = "copy_gbs copy_frac gemm_bf16_tflops gemm_frac gemm_sustained_tflops h2d_gbs launch_us"
+    rates = [*rates.split(), "aa_noise_floor", "aa_worst", "aa_trials"]
     row = {"device": "X", "driver": "1", "why": [], "status": "OK", **dict.fromkeys(rates, 1.0)}
     sent = []
     monkeypatch.setenv("NSA_OUT_DIR", str(tmp_path))

@@ -44,12 +44,10 @@ def timed(rng, case, true_us, spread=0.012):
     """A row as a bench of 60 samples gives it: right-skewed noise, now and then a hiccup. The 95 %
     interval of the median is that of order statistics, the 22nd to the 39th value."""
     hiccup = lambda: 0.2 * rng.random() if rng.random() < 0.02 else 0.0
-    samples = [true_us * (1 + abs(rng.gauss(0, spread)) + hiccup()) for _ in range(60)]
-    at = sorted(samples)
-    times = dict(
-        ci95_us=[at[21], at[38]], min_us=at[0], p20_us=at[12], p80_us=at[48], p95_us=at[57]
-    )
-    return bench_row(case, statistics.median(samples), None, timer="simulated", **times)
+    at = sorted(true_us * (1 + abs(rng.gauss(0, spread)) + hiccup()) for _ in range(60))
+    times = {"min_us": at[0], "p20_us": at[12], "p80_us": at[48], "p95_us": at[57]}
+    ci = [at[21], at[38]]
+    return bench_row(case, statistics.median(at), None, timer="simulated", ci95_us=ci, **times)
 
 
 @pytest.mark.parametrize(("planted", "drift", "verdicts", "low", "high"), [
@@ -75,27 +73,25 @@ def row(median, half=0.003, **changes):
     return bench_row("c", median, None, **{"ci95_us": ci, **changes})
 
 
-@pytest.mark.parametrize(
-    "a, b, verdict, why",
-    [
-        (row(100), row(100.5), "SAME", "inside the floor"),
-        (row(100), row(110), "SLOWER", "apart"),
-        (row(100), row(90), "FASTER", "apart"),
-        (row(100), row(110, half=0.2), "AMBIGUOUS", "overlap"),
-        (row(100), row(101.6), "AMBIGUOUS", "too near"),
-        (row(100), row(100, half=0.05), "AMBIGUOUS", "interval of B is wider"),
-        (row(100), row(110, min_us=97.0), "AMBIGUOUS", "fastest sample"),
-        (row(100), row(110, p80_us=100.0), "AMBIGUOUS", "80th percentile"),
-        (row(100, sm_mhz_median=1980), row(110, sm_mhz_median=1800), "AMBIGUOUS",
-         "1980 -> 1800 MHz"),
-        (row(100, sm_mhz_median=1980), row(110, sm_mhz_median=1980), "SLOWER", "apart"),
-        (row(4.0), row(4.4), "AMBIGUOUS", "below the timer's 0.5 us"),
-        (row(100), row(110, status="UNSTABLE", why=["IQR 9 %"]), "AMBIGUOUS", "UNSTABLE in B"),
-        (row(100, ci95_us=None), row(110), "AMBIGUOUS", "no confidence interval in A"),
-        (row(100, sm_mhz_median=1980), row(110, launch_bound=True, sm_mhz_median=1), "SLOWER",
-         "apart"),
-    ],
-)  # fmt: skip
+CLOCKED = row(100, sm_mhz_median=1980)
+
+
+@pytest.mark.parametrize("a, b, verdict, why", [
+    (row(100), row(100.5), "SAME", "inside the floor"), (row(100), row(110), "SLOWER", "apart"),
+    (row(100), row(90), "FASTER", "apart"),
+    (CLOCKED, row(110, sm_mhz_median=1980), "SLOWER", "apart"),
+    (CLOCKED, row(110, launch_bound=True, sm_mhz_median=1), "SLOWER", "apart"),
+    *((a, b, "AMBIGUOUS", why) for a, b, why in (
+        (row(100), row(110, half=0.2), "overlap"), (row(100), row(101.6), "too near"),
+        (row(100), row(100, half=0.05), "interval of B is wider"),
+        (row(100), row(110, min_us=97.0), "fastest sample"),
+        (row(100), row(110, p80_us=100.0), "80th percentile"),
+        (CLOCKED, row(110, sm_mhz_median=1800), "1980 -> 1800 MHz"),
+        (row(4.0), row(4.4), "below the timer's 0.5 us"),
+        (row(100), row(110, status="UNSTABLE", why=["IQR 9 %"]), "UNSTABLE in B"),
+        (row(100, ci95_us=None), row(110), "no confidence interval in A"),
+    )),
+])  # fmt: skip
 def test_the_verdict_of_one_case_has_its_reason(a, b, verdict, why):
     got = judge_case(a, b, FLOOR)
     assert got[0] == verdict and why in got[1], got
@@ -123,10 +119,9 @@ def compared_as(plain, tmp_path, capsys):
     """compared_as(options of `made` for A, for B, arguments): (exit code, what compare found)."""
 
     def call(a, b, *options):
-        one, other = (
-            made(tmp_path / name, **how) if how else plain for name, how in (("a", a), ("b", b))
-        )
-        code = compare.main([str(one), str(other), *options, "--json"])
+        folders = [str(made(tmp_path / name, **how) if how else plain)
+                   for name, how in (("a", a), ("b", b))]  # fmt: skip
+        code = compare.main([*folders, *options, "--json"])
         return code, json.loads(capsys.readouterr().out)
 
     return call
@@ -176,7 +171,7 @@ def another_minor_driver(events):
 
 
 def on_two_cards(events):
-    for name, gpu in (("triton_fwd", 0), ("triton_bwd", 1)):
+    for gpu, name in enumerate(("triton_fwd", "triton_bwd")):
         next(s for s in events[0]["plan"] if s["id"] == name)["gpus"] = [gpu]
         ending(name, gpus=[gpu])(events)
 
@@ -301,14 +296,12 @@ def test_what_is_found_in_two_bundles(name, compared_as):
 
 
 def test_faster_slower_new_gone(compared_as):
-    times_a = {"slower": 50.0, "faster": 50.0, "gone": 50.0, "lost": 50.0}
-    times_b = {"slower": 55.0, "faster": 45.0, "new": 5.0}
-    rows_a, rows_b = ([bench_row(f"t/{name}", us, 1.5) for name, us in times.items()]
-                      for times in (times_a, times_b))  # fmt: skip
-    rows_b.append(bench_row("t/lost", 50.0, 1.5, parity={"status": "FAIL"}))
-    a, b = dict(rows=rows_a), dict(rows=rows_b)
+    a = dict(rows=[bench_row(f"t/{n}", 50.0, 1.5) for n in ("slower", "faster", "gone", "lost")])
+    times = {"slower": 55.0, "faster": 45.0, "new": 5.0}
+    rows = [bench_row(f"t/{name}", us, 1.5) for name, us in times.items()]
+    b = dict(rows=[*rows, bench_row("t/lost", 50.0, 1.5, parity={"status": "FAIL"})])
     code, result = compared_as(a, b)
-    assert code == 1
+    assert code == 1 and result["floor"] == 0.012
     found = {name: cell(result, f"t/{name}") for name in ("slower", "faster", "new", "gone")}
     assert {name: c["verdict"].lower() for name, c in found.items()} == {n: n for n in found}
     assert found["slower"]["change"] == pytest.approx(0.1)
@@ -316,28 +309,25 @@ def test_faster_slower_new_gone(compared_as):
     assert (lost["verdict"], lost["b_us"]) == ("GONE", None)
     assert "INVALID: no passed parity" in lost["why"]
     assert any("t/lost VALID -> INVALID" in r for r in result["regressions"])
-    assert result["floor"] == 0.012
     code, result = compared_as(b, a, "--fail-on", "ambiguous")
     assert code == 5 and cell(result, "t/slower")["verdict"] == "FASTER"
     assert cell(result, "t/new")["verdict"] == "GONE"  # and nothing says why: not the same
 
 
-@pytest.mark.parametrize(
-    ("floors", "taken"),
-    [((0.012, 0.05), 0.05), ((0.05, 0.012), 0.05), ((None, 0.05), 0.05), ((0.002, None), 0.01)],
-)
-def test_the_noisier_box_sets_the_floor(floors, taken, compared_as):
+@pytest.mark.parametrize("a, b, taken", [
+    (0.012, 0.05, 0.05), (0.05, 0.012, 0.05), (None, 0.05, 0.05), (0.002, None, 0.01),
+])  # fmt: skip
+def test_the_noisier_box_sets_the_floor(a, b, taken, compared_as):
     """4 % between a quiet and a noisy box is no speedup, whichever of them was first."""
 
     def of_floor(us, floor):
         def change(events):
-            for event in events:
-                if event["ev"] == "row" and event["row"]["kind"] == "health":
-                    event["row"]["aa_noise_floor"] = floor
+            health = next(e for e in events if e["ev"] == "row" and e["row"]["kind"] == "health")
+            health["row"]["aa_noise_floor"] = floor
 
         return dict(rows=[bench_row("t/x", us, None)], change=change)
 
-    _, result = compared_as(of_floor(50.0, floors[0]), of_floor(48.0, floors[1]))
+    _, result = compared_as(of_floor(50.0, a), of_floor(48.0, b))
     assert result["floor"] == taken
     assert (cell(result, "t/x")["verdict"] == "FASTER") == (taken < 0.03)
 
@@ -357,13 +347,12 @@ def test_archives_folders_and_what_is_neither(tmp_path, capsys):
 
 def test_text_and_markdown_say_the_same_and_hold_hostile_names(tmp_path, capsys):
     evil = "t/`x` | </table> \x1b[31m @all\n# h"
-    a = made(tmp_path / "a", [bench_row(evil, 50.0, 1.5)])
-    b = made(tmp_path / "b", [bench_row(evil, 60.0, 1.5)])
-    assert compare.main([str(a), str(b), "--explain"]) == 1
+    folders = [str(made(tmp_path / str(us), [bench_row(evil, us, 1.5)])) for us in (50.0, 60.0)]
+    assert compare.main([*folders, "--explain"]) == 1
     text = capsys.readouterr().out
     assert text.splitlines()[2] == "environment  same" and "\x1b" not in text
     assert "SLOWER" in text and "How a case is judged" in text and text.rstrip().endswith("exit 1")
-    assert compare.main([str(a), str(b), "--md"]) == 1
+    assert compare.main([*folders, "--md"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert not [s for s in lines if s.startswith("# ")]
     table = [s for s in lines if s.startswith("|")]
@@ -396,32 +385,29 @@ HEALTH = {"copy_gbs": 4000.0, "gemm_bf16_tflops": 500.0}
 
 
 def rows_of(*shares, **changes):
-    """A row of each case that took its roofline time over its share: by FLOPs, and for the last
-    by bytes."""
+    """A row of each case that took its roofline time over its share, half of it if none is given:
+    by FLOPs, and for the last by bytes."""
     work = [{"flops": 5e10, "bytes": 1e6}] * 5 + [{"flops": 1e9, "bytes": 4e8}]
-    return [
-        bench_row(name, 100.0 / share, None, **{**case, **amounts, **changes})
-        for (name, case), share, amounts in zip(SCORED.items(), shares, work, strict=True)
-    ]
+    cases = zip(SCORED.items(), shares or [0.5] * 6, work, strict=True)
+    return [bench_row(name, 100.0 / share, None, **{**case, **amounts, **changes})
+            for (name, case), share, amounts in cases]  # fmt: skip
 
 
 def test_the_score_is_the_geometric_mean_of_the_shares_of_the_roofline():
-    found = score(rows_of(0.5, 0.5, 0.5, 0.5, 0.5, 0.5), HEALTH)
+    found = score(rows_of(), HEALTH)
     assert found["percent"] == 50.0 and not found["missing"]
     assert found["cases"]["decode 64k"] == {"us": 200.0, "roofline_us": pytest.approx(100.0)}
     assert score(rows_of(1, 1, 1, 0.8, 1, 0.1), HEALTH)["percent"] == pytest.approx(65.642)
     half = {**HEALTH, "gemm_bf16_tflops": 250.0}  # what the card itself can do counts
     assert score(rows_of(0.25, 0.25, 0.25, 0.25, 0.25, 0.5), half)["percent"] == 50.0
-
-
-def test_blocks_that_neighbours_share_have_no_part_in_the_score():
+    # Blocks that neighbours share have no part in it.
     fast = [{**row, "sharing": "shared"} for row in rows_of(*[1.0] * 6)[:4]]
-    assert score([*fast, *rows_of(*[0.5] * 6)], HEALTH)["percent"] == 50.0
+    assert score([*fast, *rows_of()], HEALTH)["percent"] == 50.0
     assert score(fast, HEALTH)["missing"] == dict.fromkeys(SCORED, "not timed")
 
 
-def test_an_unstable_row_counts_and_is_named(tmp_path):
-    rows = rows_of(*[0.5] * 6)
+def test_an_unstable_row_counts_and_is_named():
+    rows = rows_of()
     shaky = rows[3] | {"status": "UNSTABLE", "why": ["drift"]}
     found = score([*rows[:3], shaky, *rows[4:]], HEALTH)
     assert found["percent"] == 50.0 and found["unstable"] == {"prefill 32k backward": "drift"}
@@ -431,17 +417,16 @@ def test_an_unstable_row_counts_and_is_named(tmp_path):
 
 @pytest.mark.parametrize("case", SCORED)
 def test_there_is_no_score_without_a_row_of_each_case_and_the_cards_own_rates(case):
-    lacks = "its row lacks time, bytes or FLOPs"
+    lacks, absent = "its row lacks time, bytes or FLOPs", "not timed"
     for changes, why in (
-        ({"status": "INVALID", "why": 7}, "INVALID: 7"), ({"S": 4096}, "not timed"),
-        ({"n_sel": 8}, "not timed"), ({"B": 2}, "not timed"), ({"bytes": None}, lacks),
+        ({"status": "INVALID", "why": 7}, "INVALID: 7"), ({"S": 4096}, absent),
+        ({"n_sel": 8}, absent), ({"B": 2}, absent), ({"bytes": None}, lacks),
         ({"median_us": 1e300}, lacks),
     ):  # fmt: skip
-        rows = [r | changes if r["case"] == case else r for r in rows_of(*[0.5] * 6)]
-        found = score(rows, HEALTH)
+        found = score([r | changes if r["case"] == case else r for r in rows_of()], HEALTH)
         assert found["percent"] is None and found["missing"] == {case: why}
     for health in (None, {}, {"copy_gbs": 4000.0}, {**HEALTH, "copy_gbs": 0}):
-        found = score(rows_of(*[0.5] * 6), health)
+        found = score(rows_of(), health)
         assert found["percent"] is None and len(found["missing"]) == len(SCORED)
 
 
@@ -481,11 +466,9 @@ def test_the_trend_is_a_line_for_each_run_by_date_whatever_holds_it(tmp_path, ca
     assert out[0] == "scope gpu, GPU NVIDIA H200, driver major 580, power limit 700.0"
     assert out[1].split()[:4] == ["date", "commit", "verdict", "score"]
     cells = [" ".join(line.split()) for line in out[2:5]]
-    assert [c.split(" PASS ")[0] for c in cells] == [
-        "2026-11-19T10:00 c0ffee19",
-        "2026-11-20T10:00 c0ffee20 DIRTY",
-        "2026-11-21T10:00 c0ffee21",
-    ]
+    days = ("19", ""), ("20", " DIRTY"), ("21", "")
+    begins = [f"2026-11-{day}T10:00 c0ffee{day}{dirty}" for day, dirty in days]
+    assert [c.split(" PASS ")[0] for c in cells] == begins
     times = "32.4 % 1.54 ms 8.05 ms 2.96 ms 16.5 ms 14.3 us 18.4 us"
     assert all(c.endswith(times) for c in cells) and out[5:] == [""]
 
@@ -539,10 +522,8 @@ def assert_is_trace(one):
 
 
 def test_valid_and_failed_rows_are_exported_as_traces(tmp_path, capsys):
-    lost = [
-        bench_row("x/wrong", 5.0, 1.1, status="FAILED", why=["over"], N=4, parity={"max_abs": 0.5}),
-        bench_row("x/raised", 5.0, 1.1, status="FAILED", why=["boom"], N=5, parity=None),
-    ]
+    lost = [bench_row(f"x/{name}", 5.0, 1.1, status="FAILED", why=["boom"], N=4, parity=parity)
+            for name, parity in (("wrong", {"max_abs": 0.5}), ("raised", None))]  # fmt: skip
     folder, out = made(tmp_path / "a", lost), tmp_path / "out.jsonl"
     data = rebuild(folder)[0]
     traces = {r["case"]: export.trace(r, data) for r in data["bench"]}
@@ -573,16 +554,12 @@ def test_the_exported_file_holds_what_the_rows_do(tmp_path, capsys):
     assert one["workload"]["axes"] == {n: row[n] for n in one["workload"]["axes"]}
     assert {"S": 32768, "HQ": 64}.items() <= one["workload"]["axes"].items()
     found = one["evaluation"]
-    assert found["performance"] == {
-        "latency_ms": 8.05,
-        "reference_latency_ms": pytest.approx(8.05 * 3.51),
-        "speedup_factor": pytest.approx(3.51),
-    }
+    base, ratio = pytest.approx(8.05 * 3.51), pytest.approx(3.51)
+    times = {"latency_ms": 8.05, "reference_latency_ms": base, "speedup_factor": ratio}
+    libs = {"torch": "2.11.0+cu130", "triton": "3.6.0", "cuda": "13.0", "driver": "580.95"}
+    assert found["performance"] == times
     assert found["correctness"] == {"max_relative_error": "NaN", "max_absolute_error": 3e-3}
-    assert found["environment"] == {
-        "hardware": "NVIDIA_H200",
-        "libs": {"torch": "2.11.0+cu130", "triton": "3.6.0", "cuda": "13.0", "driver": "580.95"},
-    }
+    assert found["environment"] == {"hardware": "NVIDIA_H200", "libs": libs}
     problems = {(t["definition"], json.dumps(t["workload"]["axes"])) for t in lines}
     assert len({t["workload"]["uuid"] for t in lines}) == len(problems)
 
