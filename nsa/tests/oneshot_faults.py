@@ -71,12 +71,11 @@ def raw(data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
-def outcome(name: str, state: str, reason: str = "") -> None:
+def outcome(name: str = "t::ok", state: str = "passed", reason: str = "") -> None:
     send("test", nodeid=name, outcome=state, duration_s=0.01, reason=reason)
 
 
-def passed() -> None:
-    outcome("t::ok", "passed")
+passed = outcome
 
 
 def bench(**changes: object) -> None:
@@ -126,6 +125,7 @@ def deaf() -> None:
     time.sleep(600)
 
 
+OUT_OF_MEMORY = "raise MemoryError('torch.OutOfMemoryError: CUDA out of memory.')"
 # Stages by name, each a piece of Python that runs with the names of this module.
 FAULTS = {
     "pass": "right(); print('fine')",
@@ -137,16 +137,10 @@ FAULTS = {
     "segfault": "os.kill(os.getpid(), signal.SIGSEGV)",
     "nothing": "print('exit code 0 and no test')",
     "slow": "time.sleep(1.0); right()",
-    "until_told": """
-until((OUT / "go").exists)
-(OUT / "go").unlink()
-right()
-""",
+    "until_told": "until((OUT / 'go').exists); (OUT / 'go').unlink(); right()",
     "edit": "Path(os.environ['CUDA_TEST_EDIT']).write_text('x = 2\\n'); right()",
-    "gpu_dies": """
-Path(os.environ["CUDA_TEST_DEAD"]).write_text("x")  # the fake nvidia-smi fails from now on
-os.kill(os.getpid(), signal.SIGKILL)
-""",
+    # The fake nvidia-smi fails from now on.
+    "gpu_dies": "Path(os.environ['CUDA_TEST_DEAD']).touch(); os.kill(os.getpid(), signal.SIGKILL)",
     "all_skipped": "outcome('t::s', 'skipped', 'no CUDA device')",
     "liar": "passed(); outcome('t::bad', 'failed', '1 != 2')",
     "wrong_path": "passed(); parity(path_taken='sdpa', fallback_reason='below_min_L')",
@@ -174,7 +168,8 @@ for _ in range(2):
 time.sleep(0.3)
 right()
 """,
-    "oom_device": "raise MemoryError('torch.OutOfMemoryError: CUDA out of memory.')",
+    "oom_device": OUT_OF_MEMORY,
+    "big_always": OUT_OF_MEMORY,
     "skip": "send('note', level='info', text='flash-attn is not installed'); sys.exit(3)",
     "mute_skip": "sys.exit(3)",
     "unproven_bench": "bench(parity={'status': 'FAIL'})",
@@ -193,16 +188,19 @@ for name, text in CANARIES.items():
         (OUT / f"sub {text[:120]}").mkdir()
         (OUT / f"sub {text[:120]}" / f"{name}.txt").write_text("x\n")
 rows = [f'{name},"{text}"' for name, text in CANARIES.items()]
-(OUT / "rows.csv").write_text("name,value\n" + "\n".join(rows) + "\n")
-(OUT / "keys.json").write_text(json.dumps({text: [text] for text in CANARIES.values()}))
-(OUT / "lines.jsonl").write_text("".join(json.dumps(t) + "\n" for t in CANARIES.values()))
 text = "\n".join(CANARIES.values())
-(OUT / "plain.txt").write_text(text)
+for name, content in {
+    "rows.csv": "name,value\n" + "\n".join(rows) + "\n",
+    "keys.json": json.dumps({text: [text] for text in CANARIES.values()}),
+    "lines.jsonl": "".join(json.dumps(t) + "\n" for t in CANARIES.values()),
+    "plain.txt": text,
+    "core.png": "\x89PNG\r\n\x1a\n\0" + text,
+}.items():
+    (OUT / name).write_text(content, encoding="latin-1", newline="")
 with tarfile.open(OUT / "core.tgz", "w:gz") as tar:
     tar.add(OUT / "plain.txt", arcname="plain.txt")
 with zipfile.ZipFile(OUT / "core.zip", "w") as packed:
     packed.writestr("plain.txt", text)
-(OUT / "core.png").write_bytes(b"\x89PNG\r\n\x1a\n\0" + text.encode())
 (OUT / "link.txt").symlink_to("/etc/hostname")
 raise RuntimeError(" and ".join(CANARIES.values()))
 """,
@@ -236,15 +234,15 @@ passed()
 (OUT / "made.csv").write_text("a\n1\n")
 os.utime(OUT / "made.csv", (time.time() - 86400, time.time() - 86400))
 """,
-    "big_or_half": """
+    "big_or_half": f"""
 if "--shrink" not in sys.argv:
-    raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
+    {OUT_OF_MEMORY}
 send("note", level="warn", text="sizes are 64 here instead of 128")
 passed()
 """,
-    "big_or_few": """
+    "big_or_few": f"""
 if "--fewer" not in sys.argv:
-    raise MemoryError("torch.OutOfMemoryError: CUDA out of memory.")
+    {OUT_OF_MEMORY}
 passed()
 """,
     # The stage sys.argv[2] of a card: right, but for the sanity stage of the card CUDA_TEST_BAD.
@@ -265,7 +263,6 @@ else:
     **{f"xid_{number}": f"report_xid({number})" for number in (31, 48, 79)},
     **{f"cuda_{name}": f"cuda_{name}()" for name in ("illegal", "all_memory", "hoard_and_hang")},
 }
-FAULTS["big_always"] = FAULTS["oom_device"]
 
 
 def behave(name: str) -> None:
@@ -328,12 +325,9 @@ def stage(name: str, **changes: object):
     """The runner's Stage that behaves as the fault `name`."""
     from scripts.oneshot.record.model import Stage
 
-    fields: dict = {
-        "id": name, "title": f"fault {name}", "proof": "tests", "timeout_s": 30.0,
-        "argv": ("{python}", "nsa/tests/oneshot_faults.py", name), "gpu": False, "estimate_s": 1.0,
-        **changes,
-    }  # fmt: skip
-    return Stage(**fields)
+    argv = ("{python}", "nsa/tests/oneshot_faults.py", name)
+    known = dict(id=name, argv=argv, proof="tests", timeout_s=30.0, gpu=False, estimate_s=1.0)
+    return Stage(title=f"fault {name}", **{**known, **changes})
 
 
 TORCH_FACTS = {

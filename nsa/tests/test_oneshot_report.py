@@ -152,17 +152,14 @@ def test_a_parity_row_on_the_wrong_path_shows_no_errors(tmp_path):
     assert "| `sel/wrongpath` | INVALID | `triton` → `sdpa` (dtype) |" in text
 
 
-@pytest.mark.parametrize(
-    "speedup, ci, shown",
-    [
-        (1.011, [1.005, 1.017], "no difference measurable"),  # inside the floor of 1.2 %
-        (0.99, [0.985, 0.995], "no difference measurable"),
-        (1.05, [0.98, 1.12], "no difference measurable"),  # the interval holds 1
-        (1.05, None, "no difference measurable: no interval"),
-        (1.05, [1.03, 1.07], "1.05x [1.03, 1.07]"),
-        (0.8, [0.79, 0.81], "0.80x [0.79, 0.81]"),
-    ],
-)
+@pytest.mark.parametrize("speedup, ci, shown", [
+    *((speedup, ci, "no difference measurable") for speedup, ci in (
+        (1.011, [1.005, 1.017]), (0.99, [0.985, 0.995]),  # inside the floor of 1.2 %
+        (1.05, [0.98, 1.12]),  # the interval holds 1
+    )),
+    (1.05, None, "no difference measurable: no interval"),
+    (1.05, [1.03, 1.07], "1.05x [1.03, 1.07]"), (0.8, [0.79, 0.81], "0.80x [0.79, 0.81]"),
+])  # fmt: skip
 def test_a_speedup_inside_the_noise_is_no_speedup(speedup, ci, shown, tmp_path):
     row = bench_row("sel/x", 50.0, speedup, speedup_ci95=ci)
     line = next(s for s in rendered(with_rows(tmp_path, [row])).splitlines() if "`sel/x`" in s)
@@ -172,9 +169,7 @@ def test_a_speedup_inside_the_noise_is_no_speedup(speedup, ci, shown, tmp_path):
 def test_a_wall_time_is_no_more_precise_than_it_is():
     shown = {0.04: "0.0x", 0.51: "0.5x", 0.8: "0.8x", 1.16: "1.2x", 3.77: "3.8x"}
     shown |= dict.fromkeys((0.904, 1.0, 1.099), "the same")
-    assert {r: evidence.rough_ratio(r) for r in shown} == {
-        r: f"about {s}" for r, s in shown.items()
-    }
+    assert {r: evidence.rough_ratio(r).removeprefix("about ") for r in shown} == shown
     assert evidence.rough_us(92.97) == "about 93 us" and evidence.rough_us(1234.5) == "about 1.2 ms"
 
 
@@ -188,9 +183,8 @@ def test_the_ceiling_says_where_it_is_from(tmp_path):
 
 
 def proposed(rows, **recommend):
-    recommend = {"sel_triton_min_L": 64, "confidence": "as measured", "min_speedup": 1.2,
-                 **recommend}  # fmt: skip
-    data = {"scope": "gpu", "recommend": recommend, "stages": []}
+    known = {"sel_triton_min_L": 64, "confidence": "as measured", "min_speedup": 1.2}
+    data = {"scope": "gpu", "recommend": {**known, **recommend}, "stages": []}
     return thresholds.recommendation(data, rows), thresholds.fa2_lengths(data, rows)
 
 
@@ -199,20 +193,19 @@ def sel_row(L, speedup, **changes):
     return bench_row(f"sel/L={L}/{speedup}", 50.0, speedup, L=L, **{**wall, **changes})
 
 
-@pytest.mark.parametrize(
-    ("cells", "holds"),
-    [
-        ([(1.3, {}), (1.4, {})], True),
-        ([(1.21, {})], False),  # its lower bound is 1.19
-        ([(1.3, {}), (2.4, dict(status="UNSTABLE", why=["drift"]))], False),  # lower bound 2.35
-        ([(1.3, {}), (2.5, dict(status="UNSTABLE", why=["drift"]))], True),
-        ([(1.3, {}), (3.0, dict(wall_speedup_ci95=[1.1, 1.3]))], False),  # the host is slower
-        ([(1.3, {}), (3.0, dict(status="SKIPPED", why=["no memory"]))], False),
-        ([(1.3, {}), (3.0, dict(speedup_ci95=None))], False),
-        ([(1.3, {}), (0.5, dict(mode="decode"))], True),  # other modes decide nothing
-        ([(0.5, dict(mode="dense"))], None),
-    ],
-)
+DRIFTS, SKIPPED = dict(status="UNSTABLE", why=["drift"]), dict(status="SKIPPED", why=["no memory"])
+
+
+@pytest.mark.parametrize(("cells", "holds"), [
+    ([(1.3, {}), (1.4, {})], True), ([(1.21, {})], False),  # its lower bound is 1.19
+    *(([(1.3, {}), cell], holds) for holds, *cell in (
+        (False, 2.4, DRIFTS), (True, 2.5, DRIFTS),  # whose lower bound must be 2.4
+        (False, 3.0, dict(wall_speedup_ci95=[1.1, 1.3])),  # the host is slower
+        (False, 3.0, SKIPPED), (False, 3.0, dict(speedup_ci95=None)),
+        (True, 0.5, dict(mode="decode")),  # other modes decide nothing
+    )),
+    ([(0.5, dict(mode="dense"))], None),
+])  # fmt: skip
 def test_a_length_holds_only_with_every_cell_and_both_its_lower_bounds(cells, holds):
     """At the proposed length itself too, and a longer one that holds makes up for nothing."""
     rows = [sel_row(64, speedup, **changes) for speedup, changes in cells]
@@ -225,16 +218,15 @@ def test_a_length_holds_only_with_every_cell_and_both_its_lower_bounds(cells, ho
 
 
 def test_the_walls_beside_fa2_lengths_are_of_their_own_cells_and_the_least():
-    wall = lambda ratio: dict(launch_bound=True, wall_us=60.0, base_wall_us=60.0 * ratio,
-                              wall_speedup=ratio)  # fmt: skip
-    like = dict(bench="fa2", branch="win")
-    rows = [bench_row(f"fa2/{name}/{keys}", 10.0, 1.5, baseline=name, key_len=keys, **like,
-                      **wall(ratio))
+    rows = [bench_row(f"fa2/{name}/{keys}", 10.0, 1.5, bench="fa2", branch="win", baseline=name,
+                      key_len=keys, launch_bound=True, wall_us=60.0, base_wall_us=60.0 * ratio,
+                      wall_speedup=ratio)
             for name, keys, ratio in (("sdpa", 64, 0.2), ("sdpa", 256, 0.5), ("triton", 256, 0.3),
                                       ("triton", 512, 3.0))]  # fmt: skip
-    off, on = proposed(rows, fa2_min_len_win=256, fa2_win_why="a", fa2_min_len_win_triton=512,
-                       fa2_win_triton_why="b")[1]["settings"]  # fmt: skip
-    for setting, least in ((off, "0.5x"), (on, "3.0x")):
+    lengths = dict(fa2_min_len_win=256, fa2_win_why="a")
+    lengths |= dict(fa2_min_len_win_triton=512, fa2_win_triton_why="b")
+    settings = proposed(rows, **lengths)[1]["settings"]
+    for setting, least in zip(settings, ("0.5x", "3.0x"), strict=True):
         (text,) = setting["lengths"]
         assert "; 1 of its 1 cells are launch bound" in text and f"about {least} at the" in text
 
@@ -309,41 +301,40 @@ EVIL = (
 )
 
 
-def write_hostile(folder):
-    """A run whose records, logs and tables hold nothing but EVIL."""
+def hostile_events(events):
+    start = events[0]
+    start["profile"] = start["run_id"] = EVIL
+    start["git"].update(branch=EVIL, diffstat=EVIL, dirty=True)
+    start["device"].update(name=EVIL, pcie=EVIL)
+    start["env"]["system"] = {EVIL: EVIL, "os": EVIL}
+    start["env"]["nvidia_smi"] = {"text": EVIL * 50}
+    start["env"]["variables"] = {"NSA_EVIL": EVIL}
+    start["doctor"] = [{"name": EVIL, "level": "WARN", "text": EVIL, "fix": EVIL}]
+    for result in (event["result"] for event in events if event["ev"] == "stage_end"):
+        result.update(title=EVIL, env={"NSA_X": EVIL})
+        if result["status"] != "PASS":
+            result.update(reason=EVIL, argv=["{python}", EVIL])
+    path = dict(path_requested=EVIL, path_taken=EVIL)
+    rows = [
+        parity_row(EVIL, op=EVIL, status="FAIL", why=[EVIL], path_taken=EVIL, dtype=EVIL),
+        parity_row("fine" + EVIL, op="x|y", launches={}, **path),
+        bench_row(EVIL, 5.0, 1.5, bench=EVIL, baseline=EVIL, why=[EVIL], reasons=[EVIL],
+                  L=64, **path),
+        bench_row("f" + EVIL, 5.0, 1.5, status="FAILED", why=[EVIL]),
+        *(bench_row(f"odd/{b}", 9.0, None, bench=b, branch=[2], S=64, heads=[1, {}],
+                    dtype={"a": "|"}, B=[EVIL]) for b in ("decode", "decode_branch")),
+        test_row(EVIL, "failed", EVIL), test_row(EVIL, "skipped", EVIL),
+        {"kind": "note", "level": "warn", "text": EVIL},
+        {"kind": "metric", "name": EVIL, "value": 1.0, "unit": EVIL},
+        {"kind": "health", EVIL: EVIL, "status": EVIL, "why": [EVIL], "copy_gbs": EVIL},
+    ]  # fmt: skip
+    events[-1:-1] = [{"ev": "row", "stage": "triton_bwd", "row": r, "m": 1.0} for r in rows]
 
-    def change(events):
-        start = events[0]
-        start["profile"] = start["run_id"] = EVIL
-        start["git"].update(branch=EVIL, diffstat=EVIL, dirty=True)
-        start["device"].update(name=EVIL, pcie=EVIL)
-        start["env"]["system"] = {EVIL: EVIL, "os": EVIL}
-        start["env"]["nvidia_smi"] = {"text": EVIL * 50}
-        start["env"]["variables"] = {"NSA_EVIL": EVIL}
-        start["doctor"] = [{"name": EVIL, "level": "WARN", "text": EVIL, "fix": EVIL}]
-        for event in events:
-            if event["ev"] == "stage_end":
-                event["result"]["title"] = EVIL
-                if event["result"]["status"] != "PASS":
-                    event["result"]["reason"] = EVIL
-                    event["result"]["argv"] = ["{python}", EVIL]
-                event["result"]["env"] = {"NSA_X": EVIL}
-        rows = [
-            parity_row(EVIL, op=EVIL, status="FAIL", why=[EVIL], path_taken=EVIL, dtype=EVIL),
-            parity_row("fine" + EVIL, op="x|y", path_requested=EVIL, path_taken=EVIL, launches={}),
-            bench_row(EVIL, 5.0, 1.5, bench=EVIL, baseline=EVIL, why=[EVIL], reasons=[EVIL],
-                      path_requested=EVIL, path_taken=EVIL, L=64),
-            bench_row("f" + EVIL, 5.0, 1.5, status="FAILED", why=[EVIL]),
-            *(bench_row(f"odd/{b}", 9.0, None, bench=b, branch=[2], S=64, heads=[1, {}],
-                        dtype={"a": "|"}, B=[EVIL]) for b in ("decode", "decode_branch")),
-            test_row(EVIL, "failed", EVIL), test_row(EVIL, "skipped", EVIL),
-            {"kind": "note", "level": "warn", "text": EVIL},
-            {"kind": "metric", "name": EVIL, "value": 1.0, "unit": EVIL},
-            {"kind": "health", EVIL: EVIL, "status": EVIL, "why": [EVIL], "copy_gbs": EVIL},
-        ]  # fmt: skip
-        events[-1:-1] = [{"ev": "row", "stage": "triton_bwd", "row": r, "m": 1.0} for r in rows]
 
-    with_events(folder, "gpu_fail", change)
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """The folder of a run whose records, logs and tables are nothing but EVIL, with its reports."""
+    folder = with_events(tmp_path_factory.mktemp("hostile"), "gpu_fail", hostile_events)
     log = EVIL.encode() * 20 + b"x" * 2**20 + b"\xff\xfe\x00\xc3(\n" + b"Error: " + EVIL.encode()
     log += "\n".join(ATTACKS).encode() + b"\nError: </pre>\n"
     for name in ("triton_bwd", "sel_bench", "decode_bench"):
@@ -351,13 +342,6 @@ def write_hostile(folder):
     (folder / "train.jsonl").write_bytes(b'{"step": 1, "loss": NaN}\n[]\nnull\n\xff\n')
     calls = [{"call": EVIL, "kernels": [EVIL] * 99, "passed_over": {EVIL: EVIL}}]
     (folder / "routing.json").write_text(json.dumps({"flags": [{"name": EVIL}], "calls": calls}))
-
-
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory):
-    """The folder of such a run, with its reports."""
-    folder = tmp_path_factory.mktemp("hostile")
-    write_hostile(folder)
     assert report.main([str(folder)]) == 0
     return folder
 
@@ -491,14 +475,13 @@ def test_an_issue_of_a_passing_run_gives_up_rows_for_its_aim(tmp_path):
 
 def test_a_command_takes_its_inputs_from_the_bundle(tmp_path):
     """And writes elsewhere: what is in the bundle stands under its check sums."""
-    stage = next(s for s in stages.plan("standard") if s.id == "threshold")
-    argv = (*stage.argv, *stage.also["fa2_bench"])
+    planned = {s.id: s for s in stages.plan("standard")}
+    argv = (*planned["threshold"].argv, *planned["threshold"].also["fa2_bench"])
     done = {"id": "threshold", "status": "FAIL", "reason": "wrong", "argv": argv}
     script = outputs.repro_script(done, [])
     want = 'python bench/threshold_optimizer.py "$BUNDLE"/sel_route.csv --fa2 "$BUNDLE"/fa2.csv'
     assert script.endswith(f'/.." && pwd)}}"\n{want}\n')
-    view = View({}, {"test": []}, None, tmp_path)
-    (shown,) = failures.command_block(view, done)
+    (shown,) = failures.command_block(View({}, {"test": []}, None, tmp_path), done)
     assert shown.text.splitlines()[2] == want
     assert shown.text.startswith(f"```bash\nBUNDLE=artifacts/runner/{tmp_path.name}  # ")
     (tmp_path / "sel.csv").write_text("L\n")
@@ -507,8 +490,7 @@ def test_a_command_takes_its_inputs_from_the_bundle(tmp_path):
     script.write_text(outputs.repro_script({**done, "argv": ("cat", "{out}/sel.csv")}, []))
     ran = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
     assert ran.stdout == "L\n", ran.stderr
-    bench = next(s for s in stages.plan("standard") if s.id == "sel_route")
-    assert outputs.typed(bench.argv).endswith("--csv /tmp/sel_route.csv")
+    assert outputs.typed(planned["sel_route"].argv).endswith("--csv /tmp/sel_route.csv")
     tests = {**done, "argv": ("{python}", "-m", "pytest", "x.py"), "env": {"A": "b c"}}
     rows = [test_row("x.py::good"), test_row("x.py::bad[1 2]", "error")]
     want = "A='b c' python -m pytest --tb=short 'x.py::bad[1 2]'"  # what failed, and no more
@@ -516,16 +498,13 @@ def test_a_command_takes_its_inputs_from_the_bundle(tmp_path):
 
 
 def test_a_huge_issue_keeps_verdict_failures_and_warnings(tmp_path):
-    def change(events):
-        bad = [parity_row(f"sel_bwd/{i}/" + "long" * 80, status="FAIL", why=["wrong " * 60])
-               for i in range(200)]  # fmt: skip
-        notes = [{"kind": "note", "level": "warn", "text": f"note {i} " + "w" * 500}
-                 for i in range(120)]  # fmt: skip
-        many = [bench_row(f"sel/varlen/L=64/case{i}", 50.0, 1.0, L=64) for i in range(400)]
-        rows = [*bad, *notes, *many]
-        events[-1:-1] = [{"ev": "row", "stage": "triton_bwd", "row": r, "m": 1.0} for r in rows]
-
-    folder = with_events(tmp_path, "gpu_fail", change)
+    wrong = dict(status="FAIL", why=["wrong " * 60])
+    rows = [parity_row(f"sel_bwd/{i}/" + "long" * 80, **wrong) for i in range(200)]
+    rows += [
+        {"kind": "note", "level": "warn", "text": f"note {i} " + "w" * 500} for i in range(120)
+    ]
+    rows += [bench_row(f"sel/varlen/L=64/case{i}", 50.0, 1.0, L=64) for i in range(400)]
+    folder = with_events(tmp_path, "gpu_fail", sending("triton_bwd", rows))
     (folder / "logs" / "triton_bwd.log").write_text("E  assert\n" * 10_000)
     text = report.issue_text(rebuild(folder)[0], folder)
     assert len(text) <= report.ISSUE_LIMIT and text.startswith("**FAIL - ")
@@ -565,15 +544,11 @@ def test_warnings_have_an_end_and_flags_without_routing_are_not_called_complete(
 
 def test_plots_are_drawn_from_rows_with_proof_and_shown_by_the_report(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    rows = [
-        bench_row("sel/dense/L=64/few", 6.0, 1.3, L=64, mode="dense", dist="few"),
-        bench_row("sel/dense/L=128/few", 9.0, 1.4, L=128, mode="dense", dist="few",
-                  status="UNSTABLE", why=["IQR"]),
-        bench_row("sel/dense/L=99/few", 9.0, 1.4, L=99, mode="$x$ <y>", dist="few"),
-        bench_row("sel/dense/L=777/few", 9.0, 1.4, L=777, status="INVALID", why=["no"]),
-        bench_row("prefill/S=1024/fwd", 900.0, 0.5, bench="prefill", op="full", direction="fwd",
-                  S=1024, baseline="dense"),
-    ]  # fmt: skip
+    sel = lambda L, **more: bench_row(f"sel/L={L}", 9.0, 1.4, L=L, **{"mode": "dense", **more})
+    rows = [sel(64), sel(128, status="UNSTABLE", why=["IQR"]), sel(99, mode="$x$ <y>"),
+            sel(777, status="INVALID", why=["no"]),
+            bench_row("prefill/S=1024/fwd", 900.0, 0.5, bench="prefill", op="full",
+                      direction="fwd", S=1024, baseline="dense")]  # fmt: skip
     folder = with_rows(tmp_path, rows)
     curve = [{"step": i, "loss": 5.0 - i / 50, "val_loss": 4.0 if i % 50 == 49 else None}
              for i in range(100)]  # fmt: skip
