@@ -240,17 +240,17 @@ BOX = {"device": DEVICE, "torch": TORCH, "environ": {"NSA_USE_FA2": "1"}, "gpus"
       for other in ({"uuid": "GPU-2"}, {"pci": "0:42:0.0"}, {"mig": "Enabled"})),
     (False, "gpus", [GPU, GPU]), (False, "cpu", "another"), (False, "environ", {}),
     (False, "device", DEVICE | {"power_limit_w": 300}),
-    (False, "environ", {"CUDA_MODULE_LOADING": "EAGER"}),
-    (False, "environ", {"TRITON_INTERPRET": "1"}), (False, "environ", {"PYTHONPATH": "/x"}),
-    (False, "environ", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
-    (False, "environ", {"NSA_LOG_LIMIT": os.fsdecode(b"\xff")}),  # it takes any bytes
+    *((False, "environ", BOX["environ"] | {name: value}) for name, value in (
+        ("CUDA_MODULE_LOADING", "EAGER"), ("TRITON_INTERPRET", "1"), ("PYTHONPATH", "/x"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+        ("NSA_LOG_LIMIT", os.fsdecode(b"\xff")),  # it takes any bytes
+    )),
     (True, "gpus", [{**GPU, "pcie_gen": 1, "temp_c": 60}]),  # of an idle card
-    (True, "environ", {"TRITON_CACHE_DIR": "/x", "CUDA_API_KEY": "1", "VIRTUAL_ENV": "/x",
-                       "NSA_COMMIT": "y", "OTHER": "x"}),
+    (True, "environ", BOX["environ"] | dict.fromkeys(
+        ("TRITON_CACHE_DIR", "CUDA_API_KEY", "VIRTUAL_ENV", "NSA_COMMIT", "OTHER"), "/x")),
 ])  # fmt: skip
 def test_fingerprint_is_of_this_box_and_no_other(same, name, change):
-    kept = {"environ": BOX["environ"] | change} if name == "environ" and change else {name: change}
-    assert (box.fingerprint(**BOX) == box.fingerprint(**BOX | kept)) is same
+    assert (box.fingerprint(**BOX) == box.fingerprint(**BOX | {name: change})) is same
 
 
 @pytest.fixture
@@ -380,15 +380,14 @@ def test_torch_is_unpacked_beside_the_rest(monkeypatch, tmp_path):
 
 def test_an_environment_with_no_pip_at_all_gets_that_of_the_starter(monkeypatch):
     """As Debian's without python3-venv."""
-    monkeypatch.setattr(pythons, "ask", lambda python, *_, **__: {
-        "argv": ["-m", "pip"] if python == sys.executable else None
-    })  # fmt: skip
-    ran = []
+    own = lambda python, *_, **__: {"argv": ["-m", "pip"] if python == sys.executable else None}
+    ran, names = [], ("PIP_USER", "PIP_TARGET", "PIP_INDEX_URL")
 
     def run(argv, env, **_):
-        ran.append((argv, env.get("PIP_USER"), env.get("PIP_TARGET"), env.get("PIP_INDEX_URL")))
+        ran.append((argv, *map(env.get, names)))
         return subprocess.CompletedProcess(argv, 0)
 
+    monkeypatch.setattr(pythons, "ask", own)
     monkeypatch.setattr(pythons.subprocess, "run", run)
     monkeypatch.setenv("PIP_TARGET", "/astray")
     monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example.com")
@@ -442,18 +441,19 @@ def test_a_dry_run_installs_nothing(became, machine, monkeypatch, option):
 
 
 def test_kernels_are_kept_where_a_user_without_a_home_can_write(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", {"HOME": "/"})
-    box.settle_triton_cache(tmp_path)
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / ".triton")
-    for home in ("~", str(tmp_path / "file" / "x")):  # no passwd entry, or none to write to
-        (tmp_path / "file").write_text("x")
-        monkeypatch.setattr(os, "environ", {})
-        monkeypatch.setattr(os.path, "expanduser", lambda _, home=home: home)
+    (tmp_path / "file").write_text("x")
+    own = str(tmp_path / ".triton")
+    for environ, home, said in (
+        ({"HOME": "/"}, None, own),
+        ({}, "~", own), ({}, str(tmp_path / "file" / "x"), own),  # no passwd entry, or a file
+        ({}, str(tmp_path), None),
+    ):  # fmt: skip
+        monkeypatch.setattr(os, "environ", environ)
+        if home:
+            monkeypatch.setattr(os.path, "expanduser", lambda _, home=home: home)
         box.settle_triton_cache(tmp_path)
-        assert box.triton_cache() == tmp_path / ".triton"
-    monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(os.path, "expanduser", lambda _: str(tmp_path))
-    box.settle_triton_cache(tmp_path)
+        assert os.environ.get("TRITON_CACHE_DIR") == said
+        assert str(box.triton_cache()) == (said or f"{own}/cache")
     assert os.environ == {} and (tmp_path / ".triton" / "cache").is_dir()
 
 
