@@ -410,8 +410,7 @@ class Outcome:
 
 
 def command(out: Path, stages: str, *options: str) -> list[str]:
-    driver = [sys.executable, __file__, "--run", stages, str(out)]
-    return [*driver, "--commit", COMMIT + "f", *options]
+    return [sys.executable, __file__, "--run", stages, str(out), "--commit", COMMIT + "f", *options]
 
 
 def environment(env=None, fault=None, render=False) -> dict[str, str]:
@@ -476,16 +475,16 @@ def install(fault: dict) -> None:
     from scripts.oneshot.run import runner
 
     runner.Context = functools.partial(runner.Context, ladder_s=(0.4, 0.4))
-    real = journal.Journal.append
     number = getattr(signal, fault.get("name", "SIGKILL"))
+    moments, root = Path(fault.get("moments", "")), fault.get("git")
 
-    def append(self, ev, *, sync=True, **fields):
-        event = real(self, ev, sync=sync, **fields)
+    def append(real, self, ev, **fields):
+        event = real(self, ev, **fields)
         at = {ev, f"{ev}:{fields.get('stage')}"}
         if fault.get("kill") in at:
             os.kill(os.getpid(), signal.SIGKILL)
         if "moments" in fault:
-            _keep(self.path.parent, Path(fault["moments"]))
+            _keep(self.path.parent, moments)
         if fault.get("lose") in at:
             _lose(self.path.parent, fault["how"])
         if fault.get("signal") in at:
@@ -494,33 +493,28 @@ def install(fault: dict) -> None:
                 threading.Timer(delay, os.kill, (os.getpid(), number)).start()
         return event
 
-    journal.Journal.append = append
-    facts, root = runner.checkout.git_facts, fault.get("git")
-    ask = lambda _root, *more: facts(Path(root), *more) if root else CLEAN
-    runner.checkout.git_facts = ask
+    _around(journal.Journal, "append", append)
+    ask = lambda facts, _root, *more: facts(Path(root), *more) if root else CLEAN
+    _around(runner.checkout, "git_facts", ask)
     if "full_in" in fault:
         _before(fault["full_in"], _no_space)
     if "signal_in" in fault:
-        _before(fault["signal_in"], lambda: os.kill(os.getpid(), number))
+        _before(fault["signal_in"], lambda *_: os.kill(os.getpid(), number))
     if "moments" in fault:
-        for step in ("run.runner.gate", *(f"record.bundle.{s}" for s in PACKING)):
-            _before(step, lambda folder: _keep(folder, Path(fault["moments"])))
+        steps = (f"record.bundle.{step}" for step in ("inventory", "write_sums", "pack"))
+        for step in ("run.runner.gate", *steps):
+            _before(step, lambda folder, *_: _keep(folder, moments))
     if "disk" in fault:
         _small_disk(fault["disk"])
     if "gates" in fault:
         states = iter(fault["gates"])
         runner.gate = lambda *_: {"gate": next(states), "findings": [], "removed": []}
     if "fails" in fault:
-        run_stage = runner.run_stage
-        runner.run_stage = lambda context, stage, **how: (
-            1 / 0 if stage.id == fault["fails"] else run_stage(context, stage, **how)
-        )
+        _before("run.runner.run_stage", lambda _, stage: 1 / (stage.id != fault["fails"]))
     if "also" in fault:
-        make, also = stage, {name: tuple(more) for name, more in fault["also"].items()}
-        globals()["stage"] = lambda name, **changes: make(name, also=also, **changes)
-
-
-PACKING = "inventory", "write_sums", "pack"
+        also = {name: tuple(more) for name, more in fault["also"].items()}
+        make = lambda real, name, **changes: real(name, also=also, **changes)
+        _around(sys.modules[__name__], "stage", make)
 
 
 def _keep(folder: Path, moments: Path) -> None:
@@ -529,21 +523,23 @@ def _keep(folder: Path, moments: Path) -> None:
     shutil.copytree(folder, moments / f"{number:02}" / folder.name)
 
 
+def _around(owner: object, name: str, call) -> None:
+    """Have owner.name(...) become call(what it was, ...)."""
+    real = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: call(real, *args, **kwargs))
+
+
 def _before(path: str, action) -> None:
-    """Have `action` done before each call of the function, on its first argument if it takes it."""
+    """Have `action` done with its arguments before each call of the function."""
     import importlib
-    import inspect
 
     name, function = path.rsplit(".", 1)
-    module = importlib.import_module(f"scripts.oneshot.{name}")
-    real = getattr(module, function)
-    takes = len(inspect.signature(action).parameters)
 
-    def first(*args: object, **kwargs: object) -> object:
-        action(*args[:takes])
+    def call(real, *args, **kwargs):
+        action(*args)
         return real(*args, **kwargs)
 
-    setattr(module, function, first)
+    _around(importlib.import_module(f"scripts.oneshot.{name}"), function, call)
 
 
 def _lose(folder: Path, how: str) -> None:
@@ -569,14 +565,11 @@ def _small_disk(limit: int) -> None:
     out = next(Path(a) for a in sys.argv[3:] if a.startswith("/"))
 
     def limit_writes(owner, name, when_full=_no_space):
-        real = getattr(owner, name)
-
-        def write(target, data, *more):
+        def write(real, target, data, *more):
             used = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
-            fits = used + len(data) <= limit
-            return real(target, data, *more) if fits else when_full(target)
+            return real(target, data, *more) if used + len(data) <= limit else when_full(target)
 
-        setattr(owner, name, write)
+        _around(owner, name, write)
 
     def lose_line(log):
         log.lost_to_disk += 1

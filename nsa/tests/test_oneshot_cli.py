@@ -3,6 +3,7 @@ see it?"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import io
@@ -113,9 +114,7 @@ def test_usage_errors(argv, capsys):
     ([], ["PROFILE", "BUDGET"]), (["--profile", "cpu"], ["BUDGET"]),
     (["--budget", "2m"], ["PROFILE"]),
 ])  # fmt: skip
-def test_an_option_given_by_the_environment_is_told_to_mean_nothing(
-    argv, told, monkeypatch, capsys
-):
+def test_an_option_of_the_environment_is_told_to_mean_nothing(argv, told, monkeypatch, capsys):
     monkeypatch.setenv("PROFILE", "quick")
     monkeypatch.setenv("BUDGET", "2m")
     assert runner.main(["--dry-run", *argv]) == 0
@@ -193,18 +192,18 @@ def test_a_usage_error_is_found_before_anything_is_installed(monkeypatch, capsys
 
 
 def test_detach_says_what_came_of_it(tmp_path, capsys, monkeypatch):
-    def detach(*options):
-        code = runner.main(["--profile", "cpu", "--detach", "--commit", "abc1234f", *options])
-        said = capsys.readouterr()
+    def detach(out=tmp_path):
+        argv = ["--profile", "cpu", "--detach", "--commit", "abc1234f", str(out)]
+        code, said = runner.main(argv), capsys.readouterr()
         return code, said.out + said.err
 
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # main() sets it
     (tmp_path / "file").write_text("x")
-    code, said = detach(str(tmp_path / "file" / "out"))
+    code, said = detach(tmp_path / "file" / "out")
     assert code == 4 and "cannot be used" in said and "process" not in said
     lock = folder_lock(tmp_path, "abc1234")
     lock.acquire()
-    code, said = detach(str(tmp_path))
+    code, said = detach()
     assert code == 75 and f"held by process {os.getpid()}" in said
     lock.release()
 
@@ -216,11 +215,10 @@ def test_detach_says_what_came_of_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runner.subprocess, "Popen", begin)
     monkeypatch.setattr(runner.checkout, "git_facts", lambda *_: {"short": "abc1234"})
     monkeypatch.setattr(runner.box, "smi_query", lambda: [])
-    code, said = detach(str(tmp_path))
-    assert code == 0 and said.startswith("running as process 4711")
-    monkeypatch.setattr(runner, "DETACH_WAIT_S", 0.0)
-    code, said = detach(str(tmp_path))
-    assert code == 0 and said.startswith("waiting as process 4711")
+    for wait_s, does in ((runner.DETACH_WAIT_S, "running"), (0.0, "waiting")):
+        monkeypatch.setattr(runner, "DETACH_WAIT_S", wait_s)
+        code, said = detach()
+        assert code == 0 and said.startswith(f"{does} as process 4711")
 
 
 def test_attach_follows_to_the_verdict_and_says_once_that_a_run_is_running(tmp_path, capsys):
@@ -238,8 +236,6 @@ def test_attach_follows_to_the_verdict_and_says_once_that_a_run_is_running(tmp_p
 
 def test_scp_line_is_made_of_what_the_box_says():
     path = Path("/x/a.tgz")
-    ssh = {"SSH_CONNECTION": "198.51.100.1 5000 203.0.113.2 22", "USER": "u"}
-    assert scp_line(ssh, path) == "scp -P 22 u@203.0.113.2:/x/a.tgz ."
     pod = {"RUNPOD_PUBLIC_IP": "203.0.113.9", "RUNPOD_TCP_PORT_22": "40022", "USER": "u"}
     assert scp_line(pod, path) == "scp -P 40022 u@203.0.113.9:/x/a.tgz ."
     assert scp_line({}, path) is None
@@ -278,20 +274,18 @@ def test_one_run_per_gpu_whatever_the_folder(tmp_path):
     env, smi = fake_gpu(tmp_path), tmp_path / "bin" / "nvidia-smi"
     second = faults.FAKE_SMI.replace("GPU-12345678", "GPU-87654321").replace("300.00", "250")
     smi.write_text(smi.read_text() + f"echo '{second}'\n")
-    first, other = (
-        Lock(tmp_path / gpu_lock(line.split(",")[0]).path.name, "the GPU")
-        for line in (faults.FAKE_SMI, second)
-    )
+    locks = [Lock(tmp_path / gpu_lock(line.split(",")[0]).path.name, "the GPU")
+             for line in (faults.FAKE_SMI, second)]  # fmt: skip
     run = lambda card: go(tmp_path / card, "pass!", "--profile", "standard",
                           env={**env, "CUDA_VISIBLE_DEVICES": card})  # fmt: skip
-    first.acquire()
+    locks[0].acquire()
     held, free = run("0"), run("1")
     assert held.code == 75 and "the GPU is held by process" in held.console
     assert free.code == 0 and free.bundle["device"]["power_limit_w"] == 250, free.console
-    other.acquire()
+    locks[1].acquire()
     assert run("1").code == 75
-    other.release()
-    first.release()
+    for lock in locks:
+        lock.release()
 
 
 # ---- the terminal --------------------------------------------------------------------------------
@@ -304,15 +298,9 @@ def on_terminal(argv, env, columns, limit_s=40.0):
     process = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=ROOT)
     os.close(slave)
     seen, deadline = b"", time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if select.select([master], [], [], 0.1)[0]:
-            try:
-                piece = os.read(master, 1 << 16)
-            except OSError:
-                break
-            if not piece:
-                break
-            seen += piece
+    with contextlib.suppress(OSError):  # at its end
+        while select.select([master], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            seen += os.read(master, 1 << 16)
     os.close(master)
     return process.wait(timeout=10), seen.decode("utf-8", "replace")
 

@@ -67,10 +67,13 @@ def checked(row):
 
 
 @pytest.mark.parametrize(("changes", "status", "why"), [
-    ({}, "PASS", ""), ({"path_taken": "triton_ranges_single"}, "PASS", ""),
+    *(({"path_taken": path}, "PASS", "") for path in ("triton", "triton_ranges_single")),
     ({"path_requested": "sdpa", "path_taken": "sdpa", "launches": {}}, "PASS", ""),
-    *(({"path_taken": path}, "INVALID", f"asked for triton, ran {path or ''}")
-      for path in ("sdpa", None, 3, "triton_None", "triton/dense")),
+    *(({"path_taken": path}, "INVALID", f"asked for triton, ran {path or ''}") for path in (
+        None, 3, "triton/dense",
+        *"sdpa triton_ triton_None triton_dense_sdpa triton_sdpa_dense".split(),
+    )),
+    ({"path_requested": "sdpa", "path_taken": "sdpa_dense"}, "INVALID", "asked for sdpa"),
     *(({"launches": launches}, "INVALID", "no launch") for launches in ({}, None, {"_k": 0})),
     *(({name: None}, "FAIL", f"{name} is missing") for name in ("mae", "max_abs", "limit_max_abs")),
     ({"mae": 9.0, "limit_mae": None}, "FAIL", "limit_mae is missing"),
