@@ -22,8 +22,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("jinja2", reason="the report needs jinja2")
-
 from nsa.tests import oneshot_faults as faults
 from nsa.tests.oneshot_faults import ROOT, Outcome, command, environment, fake_gpu, git, go
 from nsa.tests.oneshot_samples import write_sample
@@ -306,6 +304,7 @@ def on_terminal(argv, env, columns, limit_s=40.0):
 
 
 def test_run_on_a_terminal(tmp_path):
+    pytest.importorskip("jinja2", reason="the report needs jinja2")
     env = {**fake_gpu(tmp_path), "TERM": "xterm", "USER": "ann",
            "SSH_CONNECTION": "198.51.100.1 5000 203.0.113.2 2222"}  # fmt: skip
     env = {k: v for k, v in environment(env, render=True).items() if k != "COLUMNS"}

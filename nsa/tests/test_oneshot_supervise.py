@@ -152,16 +152,15 @@ def test_child_environment_is_an_allowlist():
     assert env.items() >= (kept | {"A": "1"}).items() and not env.keys() & left
 
 
-@pytest.mark.parametrize(("text", "kind"), [
-    ("torch.OutOfMemoryError: CUDA out of memory. Tried", "OOM_DEVICE"),
-    ("ImportError: x.so: undefined symbol: _ZN3c10", "IMPORT_ERROR"),
-    ("triton.compiler.errors.CompilationError: at 1:1", "COMPILE_ERROR"),
-    ("OSError: [Errno 28] No space left on device", "NO_SPACE"),
-    ("RuntimeError: The NVIDIA driver on your system is too old", "DRIVER_TOO_OLD"),
-    ("RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered", "CUDA_FAULT"),
-    ("all is well", None),
+@pytest.mark.parametrize(("kind", "text"), [
+    ("OOM_DEVICE", "torch.OutOfMemoryError: CUDA out of memory. Tried"), (None, "all is well"),
+    ("IMPORT_ERROR", "ImportError: x.so: undefined symbol: _ZN3c10"),
+    ("COMPILE_ERROR", "triton.compiler.errors.CompilationError: at 1:1"),
+    ("NO_SPACE", "OSError: [Errno 28] No space left on device"),
+    ("DRIVER_TOO_OLD", "RuntimeError: The NVIDIA driver on your system is too old"),
+    ("CUDA_FAULT", "RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered"),
 ])  # fmt: skip
-def test_cause(text, kind):
+def test_cause(kind, text):
     assert cause_of([text]) == kind
 
 
