@@ -402,6 +402,7 @@ def test_what_an_exit_hook_prints_is_no_answer(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(print, 'bye')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert pythons.ask(sys.executable, pythons.FACTS)["executable"] == sys.executable
+    assert pythons.ask(sys.executable, "print('[1]')") is None
 
 
 @pytest.fixture

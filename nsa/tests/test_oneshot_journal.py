@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -40,7 +41,9 @@ def test_journal_survives_a_full_disk(tmp_path, monkeypatch):
 
 
 def test_ballast_makes_room_for_the_verdict_and_json_holds_no_nan(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / ".ballast")  # in its place
     ballast = Ballast(tmp_path, ["logs/a.log", "sanity.out"])
+    assert ballast.path.stat().st_size == journal.BALLAST_BYTES
     (tmp_path / "logs").mkdir()
     logs = [tmp_path / "logs" / "a.log", tmp_path / "sanity.out"]
     for log in logs:
