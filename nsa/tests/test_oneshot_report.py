@@ -60,6 +60,12 @@ def with_rows(folder, rows, stage="sel_bench"):
 
 
 @pytest.fixture
+def sample(tmp_path):
+    write_sample(tmp_path, "all_pass")
+    return tmp_path
+
+
+@pytest.fixture
 def committed_rows(tmp_path, monkeypatch):
     """A folder of results in place of bench/results, and what writes a CSV into it."""
     monkeypatch.setattr(recorded, "RESULTS", tmp_path / "results")
@@ -434,15 +440,14 @@ def test_what_filters_make_of_odd_values():
 
 
 @pytest.mark.parametrize("html, key", [(False, "answers"), (True, "sections")])
-def test_an_undefined_value_in_a_template_is_an_error(html, key, tmp_path, monkeypatch):
+def test_an_undefined_value_in_a_template_is_an_error(html, key, sample, monkeypatch):
     import jinja2
 
-    write_sample(tmp_path, "all_pass")
     whole = report.document
     cut = lambda *a, **k: {n: v for n, v in whole(*a, **k).items() if n != key}
     monkeypatch.setattr(report, "document", cut)
     with pytest.raises(jinja2.UndefinedError, match=key):
-        report.render_page(rebuild(tmp_path)[0], tmp_path) if html else rendered(tmp_path)
+        report.render_page(rebuild(sample)[0], sample) if html else rendered(sample)
 
 
 def test_the_right_part_of_a_log_is_shown():
@@ -523,14 +528,13 @@ def test_an_issue_that_nothing_makes_short_is_cut_between_sections(tmp_path, mon
     assert (tmp_path / "report.md").exists() and (tmp_path / "report.html").exists()
 
 
-def test_warnings_have_an_end_and_flags_without_routing_are_not_called_complete(tmp_path):
-    write_sample(tmp_path, "all_pass")
-    data = rebuild(tmp_path)[0]
+def test_warnings_have_an_end_and_flags_without_routing_are_not_called_complete(sample):
+    data = rebuild(sample)[0]
     data["doctor"] += [{"name": f"check{i}", "level": "WARN", "text": "odd"} for i in range(90)]
-    text = report.render_text(data, tmp_path, report.LADDER[-1])
+    text = report.render_text(data, sample, report.LADDER[-1])
     assert "check51" in text and "check52" not in text
     assert "and 38 more, in bundle.json" in text
-    assert "| every other flag | not recorded |" in rendered(tmp_path)
+    assert "| every other flag | not recorded |" in rendered(sample)
 
 
 # ---- plots ---------------------------------------------------------------------------------------
@@ -586,12 +590,6 @@ def told(card):
     """The answer and everything under it as one text."""
     blocks = [b if isinstance(b, (str, list)) else vars(b) for b in card.blocks]
     return "\n".join([card.answer, *map(str, blocks)])
-
-
-@pytest.fixture
-def sample(tmp_path):
-    write_sample(tmp_path, "all_pass")
-    return tmp_path
 
 
 def test_a_box_is_good_by_its_shares_and_by_nothing_that_was_not_asked(sample):
@@ -662,8 +660,7 @@ def speed_of(folder, *rows, **changes):
 def test_what_is_no_proven_time_of_real_sizes_shows_no_number_first(tmp_path, row):
     card = speed_of(tmp_path, row)
     assert card.answer.startswith("No real sizes were timed") and not card.blocks
-    text = report.render_text(rebuild(tmp_path)[0], tmp_path, Shape())
-    assert ("0.70x" in text) == (row is TOY)  # what was timed is below
+    assert ("0.70x" in rendered(tmp_path)) == (row is TOY)  # what was timed is below
 
 
 def test_speed_that_is_unstable_has_its_mark_and_one_within_the_noise_no_ratio(tmp_path):
@@ -751,14 +748,14 @@ def test_a_command_has_no_hole(tmp_path):
     argv = ["{python}", "-m", "tests", *(f"nsa/tests/test_{i}.py" for i in range(450))]
 
     def change(events):
-        is_end = lambda e: e["ev"] == "stage_end" and e["stage"] == "triton_bwd"
-        next(e for e in events if is_end(e))["result"]["argv"] = argv
+        ends = {e["stage"]: e["result"] for e in events if e["ev"] == "stage_end"}
+        ends["triton_bwd"]["argv"] = argv
 
     with_events(tmp_path, "gpu_fail", change)
     data, command = rebuild(tmp_path)[0], shlex.join(["python", *argv[1:]])
     assert len(command) > 9000
-    page, whole = report.render_page(data, tmp_path), report.render_text(data, tmp_path, Shape())
-    for text in (report.issue_text(data, tmp_path), whole, page):
+    for text in (report.issue_text(data, tmp_path), rendered(tmp_path),
+                 report.render_page(data, tmp_path)):  # fmt: skip
         assert command in text[: text.index("Failures")]
 
 

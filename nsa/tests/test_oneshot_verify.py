@@ -96,8 +96,7 @@ def test_a_sound_bundle_passes_as_folder_and_as_archive(folder, capsys):
     out = problems(folder, capsys, 0)
     assert out.startswith("OK ") and "FAIL - 9/10 tests" in out
     assert "not checked: who made it" in out
-    archive, _, _ = bundle.pack(folder)
-    assert "OK " in problems(archive, capsys, 0)
+    assert "OK " in problems(bundle.pack(folder)[0], capsys, 0)
     (folder / "env.txt").unlink()
     assert "FAIL env.txt is in SHA256SUMS and not in the bundle\n" in problems(folder, capsys)
     assert verify.main([str(folder / "absent")]) == 2
@@ -424,7 +423,7 @@ def test_unsafe_archives_are_refused(members, words, tmp_path, capsys, monkeypat
 def test_a_cut_archive_is_refused_and_leaves_nothing(folder, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(reading.tempfile, "tempdir", str(tmp_path / "t"))
     (tmp_path / "t").mkdir()
-    made, _, _ = bundle.pack(folder)
+    made = bundle.pack(folder)[0]
     made.write_bytes(made.read_bytes()[:-400])
     assert "cannot be unpacked" in problems(made, capsys)
     assert os.listdir(tmp_path / "t") == []
