@@ -358,9 +358,10 @@ def run_faults(names: list[str], argv: list[str]) -> int:
     short report in place. REAL_BOX in it leaves the box as it is, for faults of a real GPU.
     """
     from scripts.oneshot.box import env
-    from scripts.oneshot.run import runner, stages
+    from scripts.oneshot.run import lock, runner, stages
 
-    private_locks()
+    if "CUDA_TEST_DEAD" in os.environ:  # a fake GPU shares its name with those of other tests
+        lock.LOCKS = Path(os.environ["TMPDIR"])
     if not os.environ.get("REAL_BOX"):
         env.torch_facts = lambda *_: TORCH_FACTS
     real = {s.id: s for s in stages.plan("quick")}
@@ -629,14 +630,6 @@ def fake_gpu(folder: Path) -> dict[str, str]:
         "TMPDIR": str(folder), "PYTHONPATH": str(folder / "modules"),
         "CUDA_TEST_XIDS": str(folder / "xids"),
     }  # fmt: skip
-
-
-def private_locks() -> None:
-    """On a box with a fake GPU, whose name it shares with those of other tests."""
-    from scripts.oneshot.run import lock
-
-    if "CUDA_TEST_DEAD" in os.environ:
-        lock.LOCKS = Path(os.environ["TMPDIR"])
 
 
 if __name__ == "__main__":

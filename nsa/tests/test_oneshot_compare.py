@@ -134,8 +134,12 @@ def cell(result, case):
 # Changes of a journal.
 
 
-def on_device(**changes):
-    return lambda events: events[0]["device"].update(changes)
+def on_device(variables=(), **changes):
+    def change(events):
+        events[0]["device"].update(changes)
+        events[0]["env"]["variables"].update(variables)
+
+    return change
 
 
 def ending(*stages, **changes):
@@ -163,11 +167,6 @@ def without_stages(*stages, partial=None):
 def edited_in_the_journal_too(events):
     row = next(e["row"] for e in events if e["ev"] == "row" and e["row"].get("speedup"))
     row["speedup"] *= 3
-
-
-def another_minor_driver(events):
-    on_device(driver="580.11")(events)
-    events[0]["env"]["variables"]["NSA_SEL_TRITON_BLOCK_L"] = "128"
 
 
 def on_two_cards(events):
@@ -226,7 +225,7 @@ CASES = {
         b=dict(change=on_device(**{field: value})), options=["--force"], counts=SAME,
         says=dict(notes=[words])) for field, value, words in UNLIKE},
     "a minor driver version is no other box": dict(
-        b=dict(change=another_minor_driver), environment=[
+        b=dict(change=on_device({"NSA_SEL_TRITON_BLOCK_L": "128"}, driver="580.11")), environment=[
             "device driver 580.95 -> 580.11", "NSA_SEL_TRITON_BLOCK_L - -> 128"]),
     **{f"another {field} is another question": dict(
         a=one(), b=one(90.0, **{field: value}), cells={"t/x": ("NOT_COMPARABLE", value)})
