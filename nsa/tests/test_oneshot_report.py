@@ -231,6 +231,13 @@ def test_the_walls_beside_fa2_lengths_are_of_their_own_cells_and_the_least():
         assert "; 1 of its 1 cells are launch bound" in text and f"about {least} at the" in text
 
 
+def test_the_worst_parity_case_of_an_operator_is_the_one_nearest_to_its_limit():
+    margins = {"p/a": 0.1, "p/b": 0.9, "p/c": None}
+    rows = [{**parity_row(name, margin=margin), "why": []} for name, margin in margins.items()]
+    (op,) = evidence.parity_ops(rows, Shape())
+    assert op[1:3] == ["3/3", "`p/b`"]
+
+
 # ---- hostile text --------------------------------------------------------------------------------
 
 ATTACKS = (
