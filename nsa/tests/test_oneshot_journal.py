@@ -41,7 +41,8 @@ def test_journal_survives_a_full_disk(tmp_path, monkeypatch):
 
 
 def test_ballast_makes_room_for_the_verdict_and_json_holds_no_nan(tmp_path, monkeypatch):
-    os.mkfifo(tmp_path / ".ballast")  # in its place
+    os.mkfifo(tmp_path / ".ballast")  # a pipe is no file
+    assert read_events(tmp_path / ".ballast") == []
     ballast = Ballast(tmp_path, ["logs/a.log", "sanity.out"])
     assert ballast.path.stat().st_size == journal.BALLAST_BYTES
     (tmp_path / "logs").mkdir()

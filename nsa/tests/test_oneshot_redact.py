@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import random
 import re
 import xml.etree.ElementTree as ElementTree
@@ -197,15 +198,17 @@ def test_opting_out_by_category():
     assert kept.text("203.0.113.7 pod-9f8e7d6c alice") == "203.0.113.7 pod-9f8e7d6c <user>"
 
 
-def test_gate_cleans_an_earlier_run_that_never_had_its_own(tmp_path, redactor):
+def test_gate_cleans_an_earlier_run_that_never_had_its_own_and_removes_pipes(tmp_path, redactor):
     folder = tmp_path / "bundle"
     for run in ("sealed", "killed"):
         (folder / "prev" / run / "logs").mkdir(parents=True)
         (folder / "prev" / run / "logs" / "a.log").write_text("alice")
     (folder / "prev" / "sealed" / "SHA256SUMS").write_text("")
-    assert gate(folder, redactor)["gate"] == "clean"
+    os.mkfifo(folder / "new.csv")
+    assert gate(folder, redactor) == {"gate": "clean", "findings": [], "removed": ["new.csv"]}
     assert (folder / "prev" / "sealed" / "logs" / "a.log").read_text() == "alice"
     assert (folder / "prev" / "killed" / "logs" / "a.log").read_text() == "<user>"
+    assert not (folder / "new.csv").exists()
 
 
 def test_placeholders_in_markup_are_no_tags(tmp_path, redactor):
