@@ -205,7 +205,8 @@ def test_gate_cleans_an_earlier_run_that_never_had_its_own_and_removes_pipes(tmp
         (folder / "prev" / run / "logs" / "a.log").write_text("alice")
     (folder / "prev" / "sealed" / "SHA256SUMS").write_text("")
     os.mkfifo(folder / "new.csv")
-    assert gate(folder, redactor) == {"gate": "clean", "findings": [], "removed": ["new.csv"]}
+    outcome = gate(folder, redactor)
+    assert outcome["gate"] == "clean" and outcome["removed"] == ["new.csv"]
     assert (folder / "prev" / "sealed" / "logs" / "a.log").read_text() == "alice"
     assert (folder / "prev" / "killed" / "logs" / "a.log").read_text() == "<user>"
     assert not (folder / "new.csv").exists()
