@@ -63,19 +63,14 @@ def bench_row(case: str, median_us: float, speedup: float | None, **changes: Any
     """A valid bench row, with `changes`."""
     parts = {"p20": 0.99, "p80": 1.01, "p95": 1.03, "min": 0.98, "median": 1.0}
     times = {f"{name}_us": median_us * part for name, part in parts.items()}
-    return {
-        **json.loads(_BENCH),
-        **times,
-        "case": case,
-        "ci95_us": [median_us * 0.995, median_us * 1.005],
-        "base_median_us": median_us * speedup if speedup else None,
-        "wall_us": median_us + 6,
-        "speedup": speedup,
+    times |= {"ci95_us": [median_us * 0.995, median_us * 1.005], "wall_us": median_us + 6}
+    rates = {"gbs": 8_388_608 / median_us / 1e3}
+    rates["tflops"] = changes.get("flops", 1e9) / median_us / 1e6
+    base = {
+        "base_median_us": median_us * speedup if speedup else None, "speedup": speedup,
         "speedup_ci95": [speedup * 0.98, speedup * 1.02] if speedup else None,
-        "gbs": 8_388_608 / median_us / 1e3,
-        "tflops": changes.get("flops", 1e9) / median_us / 1e6,
-        **changes,
-    }
+    }  # fmt: skip
+    return {**json.loads(_BENCH), **times, "case": case, **base, **rates, **changes}
 
 
 def test_row(nodeid: str, outcome: str = "passed", reason: str | None = None) -> dict[str, Any]:
@@ -110,14 +105,13 @@ class _Writer:
         log: str = "done\n", **result: Any,
     ) -> None:  # fmt: skip
         path, start = self.log(stage, log), round(self.seconds + 0.2, 3)
-        (planned,) = _planned(stage)
         self.add("stage_start", stage=stage, attempt=1, log=path)
         checked = [parse_row(dumps(row)) for row in rows]
         for row in checked:
             self.add("row", 0.01, stage=stage, row=row)
-        env = {"NSA_SEL_TRITON_MIN_L": "1"} if stage.startswith("triton") else {}
-        known = {**planned, "status": status, "wall_s": wall_s, "log": path, "start_s": start,
-                 "rc": {"PASS": 0, "FAIL": 1, "SKIPPED": 3}.get(status), "env": env,
+        known = {**_planned(stage)[0], "status": status, "wall_s": wall_s, "log": path,
+                 "start_s": start, "rc": {"PASS": 0, "FAIL": 1, "SKIPPED": 3}.get(status),
+                 "env": {"NSA_SEL_TRITON_MIN_L": "1"} if stage.startswith("triton") else {},
                  "counts": test_counts(checked)}  # fmt: skip
         self.add("stage_end", wall_s, stage=stage, result={**known, **result})
 
@@ -156,24 +150,25 @@ _OF_THE_FAILED = """{
 
 
 def _planned(*ids: str) -> list[dict[str, Any]]:
-    argv = lambda id: ["{python}", "-m", f"stage_{id}"]
     return [
-        {"id": i, "title": t, "group": g, "timeout_s": 120.0, "argv": argv(i)}
-        | {"required": i != "fa2_probe"}
-        for i, t, g in _PLAN
-        if not ids or i in ids
-    ]
+        {"id": id, "title": title, "group": group, "timeout_s": 120.0,
+         "argv": ["{python}", "-m", f"stage_{id}"], "required": id != "fa2_probe"}
+        for id, title, group in _PLAN if not ids or id in ids
+    ]  # fmt: skip
 
 
 def _start(w: _Writer, **changes: Any) -> None:
     known = {"env_fingerprint": "ab" * 32, "plan": _planned()}
-    facts = {**json.loads(_FACTS), **known, **changes}
-    w.add("run_start", 0.0, **facts)
+    w.add("run_start", 0.0, **{**json.loads(_FACTS), **known, **changes})
 
 
-def _end(w: _Writer) -> None:
-    w.add("run_end", ended_by="normal", complete=True)
+def _end(w: _Writer, ended_by: str = "normal") -> None:
+    w.add("run_end", ended_by=ended_by, complete=True)
     w.add("redaction", summary={"rules_version": 1, "gate": "clean", "replacements": 0, "kept": []})
+
+
+def _metric(name: str, value: object, unit: str | None) -> dict[str, Any]:
+    return {"kind": "metric", "name": name, "value": value, "unit": unit}
 
 
 def _parity_cases(op: str, n: int) -> tuple[dict, ...]:
@@ -195,9 +190,10 @@ def _sel_rows() -> tuple[dict, ...]:
     )  # fmt: skip
 
 
-def _recommend(min_l: int | None) -> dict[str, Any]:
-    words = "lower bound of the speedup >= 1.2 at L >= 512 in few, many, mixed"
-    return dict(kind="recommend", sel_triton_min_L=min_l, blocking_case=None, confidence=words)
+_RECOMMEND = {
+    "kind": "recommend", "sel_triton_min_L": 512, "blocking_case": None,
+    "confidence": "lower bound of the speedup >= 1.2 at L >= 512 in few, many, mixed",
+}  # fmt: skip
 
 
 _HEALTH = json.loads("""{
@@ -245,11 +241,9 @@ def _without_kernels(case: str, path: str) -> dict[str, Any]:
     return parity_row(case, path_requested=path, path_taken=path, launches={})
 
 
-_TRAIN = (
-    {"kind": "metric", "name": "loss_first", "value": 4.17, "unit": "nats"},
-    {"kind": "metric", "name": "loss_last", "value": 2.31, "unit": "nats"},
-    {"kind": "metric", "name": "steps_per_s", "value": 41.0, "unit": "1/s"},
-)
+_TRAIN = (_metric("loss_first", 4.17, "nats"), _metric("loss_last", 2.31, "nats"),
+          _metric("steps_per_s", 41.0, "1/s"))  # fmt: skip
+_FLAGS = _metric("flags", 24, "")
 
 _TRACE = """test_sel_bwd.py::test_case[varlen-L256] FAILED
 Traceback (most recent call last):
@@ -261,12 +255,12 @@ AssertionError: dK max-abs 0.31 is over 2x the same-dtype error 0.004
 def _all_pass(w: _Writer) -> None:
     _start(w)
     w.stage("env", wall_s=1.2)
-    w.stage("routing", ({"kind": "metric", "name": "flags", "value": 24, "unit": ""},), wall_s=2.0)
+    w.stage("routing", (_FLAGS,), wall_s=2.0)
     w.stage("sanity", (_without_kernels("sanity/matmul", "torch"),))
     w.stage("triton_fwd", _parity_cases("sel_fwd", 12), wall_s=38.2, first_call_ms=5210.0)
     w.stage("triton_bwd", _parity_cases("sel_bwd", 6), wall_s=41.0, peak_vram_mib=1810.0)
     w.stage("health", (_HEALTH,), wall_s=14.0)
-    w.stage("sel_bench", (*_sel_rows(), _recommend(512)), wall_s=52.0)
+    w.stage("sel_bench", (*_sel_rows(), _RECOMMEND), wall_s=52.0)
     w.stage("decode_bench", _decode_rows(), wall_s=20.0)
     w.stage("prefill_bench", real_rows(), wall_s=70.0)
     w.stage("fa2_probe", (_without_kernels("fa2/probe", "fa2"),))
@@ -280,14 +274,12 @@ def _incomplete(w: _Writer) -> None:
     w.stage("triton_fwd", _parity_cases("sel_fwd", 12), wall_s=38.2)
     w.stage("health", (_HEALTH,), wall_s=14.0)
     w.stage("prefill_bench", real_rows(), wall_s=70.0)
-    cut = dict(kind="BUDGET", wall_s=0.0)
-    why = dict(signal="SIGABRT", reason="cut by the budget of the run after 9 s", wall_s=9.0)
-    w.stage("triton_bwd", _parity_cases("sel_bwd", 2), status="TIMEOUT",
-            log="test_sel_bwd.py ...\n", **{**cut, **why})  # fmt: skip
+    cut = dict(kind="BUDGET", signal="SIGABRT", reason="cut by the budget of the run after 9 s")
+    w.stage("triton_bwd", _parity_cases("sel_bwd", 2), status="TIMEOUT", wall_s=9.0,
+            log="test_sel_bwd.py ...\n", **cut)  # fmt: skip
     for stage in ("routing", "sanity", "sel_bench", "decode_bench", "fa2_probe", "train_showcase"):
-        w.stage(stage, status="NOT_RUN", reason="budget: 3 s left", **cut)
-    w.add("run_end", ended_by="budget", complete=True)
-    w.add("redaction", summary={"rules_version": 1, "gate": "clean", "replacements": 0, "kept": []})
+        w.stage(stage, status="NOT_RUN", reason="budget: 3 s left", kind="BUDGET", wall_s=0.0)
+    _end(w, "budget")
 
 
 # What a report says of single rows: both ends of what neighbours share, part of a ceiling, a host
@@ -325,17 +317,14 @@ def _fa2_rows() -> tuple[dict, ...]:
               "fa2_min_len_win_triton": None, "fa2_win_triton_why": "0.4x < 1.2x",
               "fa2_min_len_cmp_triton": None}  # fmt: skip
     case = "fa2/win/S=64/bf16/dense"
-    return (
-        bench_row(f"{case}/sdpa", 10.0, 4.8, **like, **slow),
-        bench_row(f"{case}/triton", 10.0, 0.4, baseline="triton", **like),
-        advice,
-    )
+    return (bench_row(f"{case}/sdpa", 10.0, 4.8, **like, **slow),
+            bench_row(f"{case}/triton", 10.0, 0.4, baseline="triton", **like), advice)  # fmt: skip
 
 
 def _gpu_fail(w: _Writer) -> None:
     _start(w, **json.loads(_OF_THE_FAILED))
     w.stage("env", wall_s=1.0)
-    w.stage("routing", ({"kind": "metric", "name": "flags", "value": 24, "unit": ""},))
+    w.stage("routing", (_FLAGS,))
     calls = [{"call": "prefill, 8192 tokens", "kernels": ["_turn_kernel", "_combine_kernel x2"],
               "passed_over": {"_fast_kernel": "heads must be 64 wide"}}]  # fmt: skip
     flags = [{"name": "NSA_USE_FA2", "value": "0", "source": "default"}]
@@ -367,18 +356,17 @@ def _gpu_fail(w: _Writer) -> None:
                                  "status": "PASS"})  # fmt: skip
     rows = [{**r, "precision": "fp32 matmul highest, TF32 off"} for r in _sel_rows()]
     rows += [unproven, unstable, *_fa2_rows()]
-    why = "1 of 11 bench cases invalid, first sel/varlen/L=256/many: no passed parity check of this"
-    why += " case"
+    first = "sel/varlen/L=256/many: no passed parity check of this case"
+    why = f"1 of 11 bench cases invalid, first {first}"
     w.stage("sel_bench", rows, status="FAIL", kind="INVALID", reason=why)
     hung = dict(status="TIMEOUT", wall_s=120.0, signal="SIGABRT", reason="over its limit of 120 s")
     w.stage("decode_bench", _odd_decode(), log="warm up\n" * 30, **hung)
     missing = "flash-attn is not installed: no wheel for torch 2.11"
-    metric = lambda name, value, unit: dict(kind="metric", name=name, value=value, unit=unit)
-    rows = [{"kind": "note", "level": "info", "text": missing},
-            metric("fa2_source", "torch", None), metric("fa2_version", "2.7.4", None)]  # fmt: skip
+    rows = [{"kind": "note", "level": "info", "text": missing}]
+    rows += [_metric("fa2_source", "torch", None), _metric("fa2_version", "2.7.4", None)]
     w.stage("fa2_probe", rows, status="SKIPPED", reason=missing)
     w.stage("prefill_bench", _odd_prefill(), wall_s=20.0)
-    w.stage("train_showcase", (*_TRAIN, metric("parameters", 1000, "1")))
+    w.stage("train_showcase", (*_TRAIN, _metric("parameters", 1000, "1")))
     _end(w)
 
 

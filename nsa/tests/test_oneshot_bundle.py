@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa.tests.oneshot_faults import git
 from scripts.oneshot.box import checkout, doctor
 from scripts.oneshot.record import bundle, judge
 from scripts.oneshot.record.model import RunRecord
@@ -20,12 +21,9 @@ from scripts.oneshot.run.lock import Lock, Locked, gpu_lock
 @pytest.fixture
 def folder(tmp_path):
     made = tmp_path / "abc1234"
-    (made / "logs").mkdir(parents=True)
-    (made / "report.md").write_text("# report\n")
-    (made / "logs" / "a.log").write_text("a\n")
-    (made / ".ballast").write_text("x")
-    (made / "prev" / "20251101").mkdir(parents=True)
-    (made / "prev" / "20251101" / "report.md").write_text("older\n")
+    for name in ("report.md", "logs/a.log", ".ballast", "prev/20251101/report.md"):
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_text(f"{name}\n")
     return made
 
 
@@ -68,18 +66,14 @@ def test_one_lock_per_gpu_whatever_tmpdir_says(monkeypatch, tmp_path):
     assert gpu_lock("GPU-1").path.parent == tmp_path
 
 
-def test_lock_follows_no_link(tmp_path):
+def test_a_lock_follows_no_link_and_a_stopped_run_waits_for_none(tmp_path):
     (tmp_path / "target").write_text("precious")
-    (tmp_path / "l.lock").symlink_to(tmp_path / "target")
+    (tmp_path / "link.lock").symlink_to(tmp_path / "target")
     with pytest.raises(OSError):
-        Lock(tmp_path / "l.lock", "x").acquire()
+        Lock(tmp_path / "link.lock", "x").acquire()
     assert (tmp_path / "target").read_text() == "precious"
-
-
-def test_a_stopped_run_waits_for_no_lock(tmp_path):
-    held = Lock(tmp_path / "l.lock", "x")
+    held, asked = Lock(tmp_path / "l.lock", "x"), []
     held.acquire()
-    asked = []
     with pytest.raises(Locked, match="held by process"):
         Lock(tmp_path / "l.lock", "x").acquire(600, lambda: asked.append(1) or len(asked) > 1)
     assert len(asked) == 2
@@ -89,16 +83,14 @@ def test_a_stopped_run_waits_for_no_lock(tmp_path):
 # ---- which sources -------------------------------------------------------------------------------
 
 
-def git(root, *args):
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
-    subprocess.run(["git", *identity, *args], cwd=root, check=True, capture_output=True)
-
-
 def committed(sources):
     git(sources, "init", "-q", "-b", "main")
     git(sources, "add", ".")
     git(sources, "commit", "-q", "-m", "one")
-    return checkout.git_facts(sources)
+    return facts(sources)
+
+
+facts = checkout.git_facts
 
 
 @pytest.fixture
@@ -111,103 +103,99 @@ def sources(tmp_path):
 
 def test_git_state(sources):
     committed(sources)
-    git(sources, "remote", "add", "origin", "https://alice:pw12345678@git.example.com/o/r.git")
-    clean = checkout.git_facts(sources)
-    assert clean["dirty"] is False and clean["branch"] == "main"
+    for url, plain in (
+        ("git@github.com:o/r.git", "github.com/o/r"),
+        ("https://x:tok@h.example/o/r.git?a=b", "h.example/o/r"),
+        ("ssh://git@h.example:2222/o/r", "h.example/o/r"),
+        ("https://alice:pw12345678@git.example.com/o/r.git", "git.example.com/o/r"),
+    ):
+        assert checkout.plain_remote(url) == plain
+    git(sources, "remote", "add", "origin", url)
+    clean = facts(sources)
+    assert (clean["dirty"], clean["branch"], clean["remote"]) == (False, "main", plain)
     assert clean["commit"].startswith(clean["short"])
-    assert clean["remote"] == "git.example.com/o/r"
     (sources / "nsa" / "b.py").write_text("new\n")
-    extra = checkout.git_facts(sources)
+    extra = facts(sources)
     assert extra["dirty"] and extra["untracked"] == 1
     (sources / "nsa" / "a.py").write_text("x = 2\n")
-    changed = checkout.git_facts(sources)
+    changed = facts(sources)
     assert changed["diff_sha256"] not in (None, extra["diff_sha256"])
     assert "1 file changed" in changed["diffstat"]
 
 
 def test_where_git_cannot_tell_the_hash_of_the_sources_does(sources):
     """Without a commit it names them; a copied tree with the commit it came from may be edited."""
-    first, before = checkout.git_facts(sources), checkout.git_facts(sources, "deadbeef01")
+    given = lambda: facts(sources, "deadbeef01")
+    first, before = facts(sources), given()
     assert first["short"].startswith("nogit-") and len(first["short"]) == 16
-    assert checkout.same_sources(before, checkout.git_facts(sources, "deadbeef01"))
-    assert before["short"] == "deadbee"
+    assert checkout.same_sources(before, given()) and before["short"] == "deadbee"
     (sources / "nsa" / "a.py").write_text("x = 3\n")
-    assert checkout.git_facts(sources)["short"] != first["short"]
-    assert not checkout.same_sources(before, checkout.git_facts(sources, "deadbeef01"))
+    assert facts(sources)["short"] != first["short"]
+    assert not checkout.same_sources(before, given())
     assert committed(sources)["source_sha256"] is None  # git tells
-    foreign = checkout.git_facts(sources, "deadbeef01")  # another .git came along
+    foreign = given()  # another .git came along
     (sources / "nsa" / "b.py").write_text("new\n")
-    assert not checkout.same_sources(foreign, checkout.git_facts(sources, "deadbeef01"))
-
-
-@pytest.mark.parametrize("name", ["torch.py", "torch/__init__.py", "torch.so"])
-def test_a_module_in_the_root_is_no_clean_tree(sources, name):
-    clean = committed(sources)
-    (sources / "notes.txt").write_text("x")
-    assert checkout.git_facts(sources) == clean
-    without = checkout.source_hash(sources)
-    (sources / name).parent.mkdir(exist_ok=True)
-    (sources / name).write_text("x")
-    facts = checkout.git_facts(sources)
-    assert facts["dirty"] and facts["untracked"] == 1 and not checkout.same_sources(clean, facts)
-    assert checkout.source_hash(sources) != without
+    assert not checkout.same_sources(foreign, given())
 
 
 def test_sources_that_git_was_told_not_to_see_are_not_clean(sources):
     (sources / "nsa" / "b.py").write_text("y = 1\n")
     clean = committed(sources)
-    for name, mark in (("a.py", "--assume-unchanged"), ("b.py", "--skip-worktree")):
-        git(sources, "update-index", mark, f"nsa/{name}")
-        assert checkout.git_facts(sources) == clean  # a mark alone changes nothing
-        (sources / "nsa" / name).write_text("x = 2\n")
-        facts = checkout.git_facts(sources)
-        assert facts["dirty"] and facts["hidden"] == [f"nsa/{name}"]
-        git(sources, "update-index", mark.replace("--", "--no-"), f"nsa/{name}")
-        git(sources, "checkout", "-q", f"nsa/{name}")
+    for name, mark in (("nsa/a.py", "--assume-unchanged"), ("nsa/b.py", "--skip-worktree")):
+        git(sources, "update-index", mark, name)
+        assert facts(sources) == clean  # a mark alone changes nothing
+        (sources / name).write_text("x = 2\n")
+        found = facts(sources)
+        assert found["dirty"] and found["hidden"] == [name]
+        git(sources, "update-index", mark.replace("--", "--no-"), name)
+        git(sources, "checkout", "-q", name)
 
 
-@pytest.mark.parametrize("where", [".git/info/exclude", "nsa/.gitignore"])
+LOADED = "conftest.py nsa/conftest.py nsa/x.pth pytest.ini sitecustomize.py torch.py torch.so"
+
+
+@pytest.mark.parametrize("where", ["", ".git/info/exclude", "nsa/.gitignore"])
 def test_a_file_that_is_loaded_counts_however_it_is_hidden(sources, where):
-    clean = committed(sources)
-    (sources / where).write_text("*\n")
-    (sources / "nsa" / "notes.txt").write_text("x")
-    (sources / "nsa" / "__pycache__").mkdir()
-    (sources / "nsa" / "__pycache__" / "a.pyc").write_text("x")
-    assert checkout.git_facts(sources) == clean
-    loaded = ["conftest.py", "nsa/conftest.py", "nsa/x.pth", "pytest.ini", "sitecustomize.py"]
+    clean, hashed = committed(sources), checkout.source_hash(sources)
+    if where:
+        (sources / where).write_text("*\n")
+        (sources / "nsa" / "__pycache__").mkdir()
+        (sources / "nsa" / "__pycache__" / "a.pyc").write_text("x")
+    (sources / ("nsa" if where else "") / "notes.txt").write_text("x")
+    assert facts(sources) == clean
     seen = []
+    loaded = [*LOADED.split(), "torch/__init__.py"]
+    (sources / "torch").mkdir()
     for name in loaded:
         (sources / name).write_text("x")
-        facts = checkout.git_facts(sources)
-        seen.append(facts["diff_sha256"])
-        assert facts["dirty"] and facts["untracked"] == len(seen)
-    hidden = [n for n in loaded if n.startswith("nsa/") or where.startswith(".git/")]
-    assert facts["hidden"] == sorted(hidden) and len(set(seen)) == len(loaded)
+        found = facts(sources)
+        seen += [(found["diff_sha256"], checkout.source_hash(sources))]
+        assert found["dirty"] and found["untracked"] == len(seen)
+        assert not checkout.same_sources(clean, found)
+    hidden = [n for n in loaded if where and (n.startswith("nsa/") or where.startswith(".git/"))]
+    assert (found["hidden"] or []) == sorted(hidden)
+    assert len({d for d, _ in seen}) == len({h for _, h in seen} | {hashed}) - 1 == len(loaded)
 
 
 def test_variables_of_another_repository_mean_nothing(sources, tmp_path, monkeypatch):
     """As in a git hook."""
-    clean = committed(sources)
-    other = tmp_path / "other"
+    clean, other = committed(sources), tmp_path / "other"
     other.mkdir()
     git(other, "init", "-q")
-    for name, value in {"GIT_DIR": other / ".git", "GIT_WORK_TREE": other,
-                        "GIT_INDEX_FILE": other / "index"}.items():  # fmt: skip
-        monkeypatch.setenv(name, str(value))
-    assert checkout.git_facts(sources) == clean
+    for name, value in {"DIR": ".git", "WORK_TREE": "", "INDEX_FILE": "index"}.items():
+        monkeypatch.setenv(f"GIT_{name}", str(other / value))
+    assert facts(sources) == clean
 
 
 def test_names_of_any_bytes_are_sources(sources):
     before = checkout.source_hash(sources)
-    clean = committed(sources)
-    name = os.fsdecode(b"gr\xfcn.py")
-    (sources / "nsa" / name).write_text("x")
+    assert committed(sources)["dirty"] is False
+    (sources / "nsa" / os.fsdecode(b"gr\xfcn.py")).write_text("x")
     assert checkout.source_hash(sources) != before
-    facts = checkout.git_facts(sources)
-    assert facts["dirty"] and "problem" not in facts
-    git(sources, "add", ".")
-    assert checkout.git_facts(sources)["dirty"] and "problem" not in checkout.git_facts(sources)
-    assert clean["dirty"] is False
+    for words in ("status", "add ."):  # known to git or not
+        git(sources, *words.split())
+        found = facts(sources)
+        assert found["dirty"] and "problem" not in found
 
 
 def test_what_runs_wrote_is_no_source(sources):
@@ -217,13 +205,13 @@ def test_what_runs_wrote_is_no_source(sources):
     (out / "abc1234" / "logs").mkdir(parents=True)
     for name in ("abc1234/events.jsonl", "abc1234/logs/a.log", "abc1234.tgz", ".abc1234.lock"):
         (out / name).write_text("x")
-    assert checkout.git_facts(sources, out=out) == clean
+    assert facts(sources, out=out) == clean
     assert checkout.source_hash(sources, out) == hashed
-    assert checkout.git_facts(sources)["untracked"] == 4
+    assert facts(sources)["untracked"] == 4
     (out / "b.py").write_text("x")
     (out / "package").mkdir()
     (out / "package" / "c.py").write_text("x")
-    assert checkout.git_facts(sources, out=out)["untracked"] == 2
+    assert facts(sources, out=out)["untracked"] == 2
     assert checkout.source_hash(sources, out) != hashed
 
 
@@ -235,7 +223,7 @@ def test_a_repository_and_a_worktree_without_git_installed(sources, monkeypatch,
     git(tree, "commit", "-q", "--allow-empty", "-m", "two")
     if packed:
         git(sources, "pack-refs", "--all")
-    commits = lambda: [checkout.git_facts(root)["commit"] for root in (tree, sources)]
+    commits = lambda: [facts(root)["commit"] for root in (tree, sources)]
     own, main = with_git = commits()
     monkeypatch.setenv("PATH", "/nonexistent")
     assert commits() == with_git and own != main
@@ -243,28 +231,19 @@ def test_a_repository_and_a_worktree_without_git_installed(sources, monkeypatch,
 
 def test_a_given_commit_that_git_does_not_have_is_never_clean(sources, monkeypatch):
     real = committed(sources)
-    facts = checkout.git_facts(sources, "deadbeefcafe")
-    assert facts["short"] == "deadbee" and facts["head"] == real["commit"]
-    assert facts["dirty"] is None and facts["branch"] is None
-    assert real["commit"][:10] in facts["source"]
-    line = judge.verdict(RunRecord(git=facts), [])["one_line"]
+    found = facts(sources, "deadbeefcafe")
+    assert found["short"] == "deadbee" and found["head"] == real["commit"]
+    assert found["dirty"] is None and found["branch"] is None
+    assert real["commit"][:10] in found["source"]
+    line = judge.verdict(RunRecord(git=found), [])["one_line"]
     assert f"commit deadbee as given, but git has {real['short'][:7]}" in line
-    level, text, _ = doctor.git(doctor.Box(False, sources, {}, {}, facts, {}))
+    level, text, _ = doctor.git(doctor.Box(False, sources, {}, {}, found, {}))
     assert level == "WARN" and "deadbee" in text and real["commit"][:10] in text
     monkeypatch.setenv("PATH", "/nonexistent")  # .git is there, git is not
-    assert checkout.git_facts(sources, "deadbeefcafe")["head"] == real["commit"]
+    assert facts(sources, "deadbeefcafe")["head"] == real["commit"]
 
 
 def test_a_given_name_of_what_is_checked_out_is_that_commit(sources):
     real = committed(sources)
     for name in (real["commit"], real["short"], real["short"].upper(), "main"):
-        assert checkout.git_facts(sources, name) == real, name
-
-
-def test_remote_is_host_and_path():
-    for url, plain in (
-        ("git@github.com:o/r.git", "github.com/o/r"),
-        ("https://x:tok@h.example/o/r.git?a=b", "h.example/o/r"),
-        ("ssh://git@h.example:2222/o/r", "h.example/o/r"),
-    ):
-        assert checkout.plain_remote(url) == plain
+        assert facts(sources, name) == real, name

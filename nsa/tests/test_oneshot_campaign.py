@@ -7,6 +7,7 @@ planted is found in any file, name or archive; no process of the run is alive.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -14,7 +15,6 @@ import re
 import shlex
 import subprocess
 import tarfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ pytest.importorskip("jinja2", reason="the report needs jinja2")
 
 from nsa.tests import oneshot_faults as faults
 from nsa.tests.oneshot_faults import CANARIES, COMMIT, PRIVATE, ROOT, Outcome, fake_gpu
-from nsa.tests.test_oneshot_page import inert
+from nsa.tests.test_oneshot_report import inert
 from scripts.oneshot.box.processes import TAG
 from scripts.oneshot.compare import verify
 from scripts.oneshot.record.journal import read_events
@@ -59,17 +59,18 @@ def other_sources(monkeypatch):
     monkeypatch.setattr(verify, "git_facts", lambda _: {})
 
 
+STATUS = {0: "PASS", 1: "FAIL", 4: "BROKEN", 6: "FAIL", 130: "STOPPED", 143: "STOPPED"}
+
+
 @dataclass
 class Case:
     """One fault: the stages of the run, what goes wrong, and what must come of it."""
 
     stages: str
     code: int
-    status: str
     fault: dict = field(default_factory=dict)
+    cut_off: int | None = None  # then the exit code of the process is not the verdict's
     options: tuple[str, ...] = ()
-    exit_code: int | None = None  # of the process, where it is not the verdict's
-    cut_off: bool = False
     render: bool = False  # the full report, not only the short one
     gpu: bool = False
     told: tuple[str, ...] = ()  # what `verify` must say besides, as patterns
@@ -106,23 +107,21 @@ def everything(out: Path) -> bytes:
     return b"\n".join(parts)
 
 
-def orphans(folder: Path, limit_s: float = 3.0) -> list[str]:
+def orphans(folder: Path) -> list[str]:
     """Processes that carry the tag of the run in `folder`, once they had time to go."""
     ids = {e["run_id"] for e in read_events(folder / "events.jsonl") if e["ev"] == "run_start"}
     tags = [f"{TAG}={run_id}:".encode() for run_id in ids]
-    deadline = time.monotonic() + limit_s
-    while True:
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                variables = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
-            except OSError:
-                continue
-            if any(tag in variables for tag in tags):
-                found.append(entry.name)
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.05)
+
+    def found() -> list[str]:
+        alive = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                variables = path.read_bytes()
+                alive += [path.parent.name for tag in tags if tag in variables]
+        return alive
+
+    faults.until(lambda: not found(), 3.0)
+    return found()
 
 
 def nothing_leaked(outcome: Outcome) -> None:
@@ -162,12 +161,12 @@ def cut_off(outcome: Outcome) -> None:
 def held(case: Case, outcome: Outcome) -> None:
     data = rebuild(outcome.folder)[0]
     verdict = data["verdict"]
-    assert (verdict["exit_code"], verdict["status"]) == (case.code, case.status), outcome.console
-    wanted = case.code if case.exit_code is None else case.exit_code
-    assert outcome.code == wanted, outcome.console
+    found = verdict["exit_code"], verdict["status"]
+    assert found == (case.code, STATUS[case.code]), outcome.console
+    assert outcome.code == (case.code if case.cut_off is None else case.cut_off), outcome.console
     assert all(s["reason"] for s in data["stages"] if s["status"] != "PASS")
     assert not orphans(outcome.folder)
-    if case.cut_off:
+    if case.cut_off is not None:
         cut_off(outcome)
     else:
         assert told(outcome, case.told) == set(case.told)
@@ -175,8 +174,9 @@ def held(case: Case, outcome: Outcome) -> None:
     nothing_leaked(outcome)
     for name, ending in case.ends.items():
         stage = outcome.stage(name)
-        found = f"{stage['status']} {stage['kind']} {stage['signal']} "
-        assert found.startswith(f"{ending} "), stage
+        assert f"{stage['status']} {stage['kind']} {stage['signal']} ".startswith(f"{ending} "), (
+            stage
+        )
     assert all(word in outcome.console for word in case.said), outcome.console
     assert all(word in outcome.texts() for word in case.noted), outcome.texts()
     for name, words in case.logged.items():
@@ -187,9 +187,8 @@ def held(case: Case, outcome: Outcome) -> None:
 
 # ---- the cases -----------------------------------------------------------------------------------
 
-# What becomes of stages that end in these ways, all in one run: (status, kind, part of the reason).
+# What becomes of stages that end in these ways, all in one run: status, kind, part of the reason.
 ENDINGS = {
-    "pass": ("PASS", None, None),
     "raise": ("CRASH", None, "RuntimeError: no such luck"),
     "import": ("CRASH", "IMPORT_ERROR", "ModuleNotFoundError"),
     "killed": ("CRASH", None, "killed by SIGKILL"),
@@ -201,19 +200,14 @@ ENDINGS = {
     "no_launch": ("FAIL", "PARITY", "no launch"),
     "nan": ("FAIL", "PARITY", "mae is missing or not finite"),
     "unproven_bench": ("FAIL", "INVALID", "no passed parity"),
-    "garbage": ("PASS", None, None),
-    "junk_rows": ("INFRA", "CHANNEL", "unreadable"),
-    "endless_row": ("INFRA", "CHANNEL", "unreadable"),
-    "closes_results": ("PASS", None, None),
+    **dict.fromkeys(("junk_rows", "endless_row"), ("INFRA", "CHANNEL", "unreadable")),
     "oom_device": ("CRASH", "OOM_DEVICE", "out of memory"),
     "disk_full": ("CRASH", "NO_SPACE", "No space left"),
     "skip": ("SKIPPED", None, "flash-attn is not installed"),
     "mute_skip": ("NOT_RUN", None, "nothing could be run"),
-    "clock_back": ("PASS", None, None),
-    "eats_its_log": ("PASS", None, None),
-    "pipes": ("PASS", None, None),
-    "bench": ("PASS", None, None),
-}
+    **dict.fromkeys("pass garbage closes_results clock_back eats_its_log pipes bench".split(),
+                    ("PASS", None, None)),
+}  # fmt: skip
 
 
 def every_ending(outcome: Outcome) -> None:
@@ -265,102 +259,72 @@ def tried_again(outcome: Outcome, stage: str, mark: str, *more: str) -> None:
     assert found["argv"][-len(more) :] == list(more)
 
 
+def sent(name: str, at: str, **more: object) -> dict:
+    """The fault of a signal that comes after this event."""
+    return {"signal": at, "name": name, **more}
+
+
 CASES = {
-    "every way in which a stage ends": Case(
-        ",".join(ENDINGS), 1, "FAIL", render=True, check=every_ending,
-    ),
+    "every way in which a stage ends": Case(",".join(ENDINGS), 1, render=True, check=every_ending),
     "stages that hang, hear no signal or leave grandchildren": Case(
-        "hang:1,deaf:1,orphans,bench", 4, "BROKEN",
+        "hang:1,deaf:1,orphans,bench", 4,
         ends=dict(hang="TIMEOUT", deaf="TIMEOUT None SIGKILL", orphans="PASS", bench="PASS"),
         # With the stack of every thread.
-        logged={"hang": ("going to sleep", "<fault hang>"), "orphans": ("outlived the stage",)},
-    ),
+        logged={"hang": ("going to sleep", "<fault hang>"), "orphans": ("outlived the stage",)}),
     # The supervisor is killed, in a stage and while it packs.
-    "killed in a stage": Case(
-        "pass,bench", 4, "BROKEN", {"kill": "row:bench"}, exit_code=-9, cut_off=True,
-        check=blames_no_stage,
-    ),
-    "killed in packing": Case(
-        "pass,bench", 0, "PASS", {"signal_in": "record.bundle.pack"}, exit_code=-9, cut_off=True,
-    ),
+    "killed in a stage": Case("pass,bench", 4, {"kill": "row:bench"}, -9, check=blames_no_stage),
+    "killed in packing": Case("pass,bench", 0, {"signal_in": "record.bundle.pack"}, -9),
     # Signals.
     "SIGTERM before the run began": Case(
-        "pass", 143, "STOPPED", {"signal_in": "box.checkout.git_facts", "name": "SIGTERM"},
-        ends={"pass": "NOT_RUN"},
-    ),
+        "pass", 143, {"signal_in": "box.checkout.git_facts", "name": "SIGTERM"},
+        ends={"pass": "NOT_RUN"}),
     "SIGQUIT while the box is looked at": Case(
-        "pass,bench", 143, "STOPPED", {"signal": "stage_start:env", "name": "SIGQUIT"},
-        ends={"bench": "NOT_RUN"}, noted=("SIGQUIT came, and ended the run as SIGTERM does",),
-    ),
-    "SIGTERM in a hung stage": Case(
-        "pass,hang,bench", 143, "STOPPED", {"signal": "row:hang", "name": "SIGTERM"},
-        ends=dict(hang="INFRA", bench="NOT_RUN"),
-    ),
-    "SIGINT in a stage that is deaf": Case(
-        "pass,deaf", 130, "STOPPED", {"signal": "row:deaf", "name": "SIGINT"},
-        ends={"deaf": "INFRA PREEMPTED"},
-    ),
-    "SIGTERM after the last stage": Case(
-        "pass", 0, "PASS", {"signal": "run_end", "name": "SIGTERM"}, render=True,
-    ),
-    "second SIGINT": Case(
-        "pass,deaf", 4, "BROKEN", {"signal": "row:deaf", "name": "SIGINT", "delays": [0.0, 0.5]},
-        exit_code=130, cut_off=True,
-    ),
-    "SIGHUP": Case("pass", 0, "PASS", {"signal": "stage_start:pass", "name": "SIGHUP"}),
+        "pass,bench", 143, sent("SIGQUIT", "stage_start:env"), ends={"bench": "NOT_RUN"},
+        noted=("SIGQUIT came, and ended the run as SIGTERM does",)),
+    "SIGTERM in a hung stage": Case("pass,hang,bench", 143, sent("SIGTERM", "row:hang"),
+                                    ends=dict(hang="INFRA", bench="NOT_RUN")),
+    "SIGINT in a stage that is deaf": Case("pass,deaf", 130, sent("SIGINT", "row:deaf"),
+                                           ends={"deaf": "INFRA PREEMPTED"}),
+    "SIGTERM after the last stage": Case("pass", 0, sent("SIGTERM", "run_end"), render=True),
+    "second SIGINT": Case("pass,deaf", 4, sent("SIGINT", "row:deaf", delays=[0.0, 0.5]), 130),
+    "SIGHUP": Case("pass", 0, sent("SIGHUP", "stage_start:pass")),
     # The runner itself.
     "gate that finds what it cannot clean": Case(
-        "pass", 6, "FAIL", {"gates": ["failed", "failed"]}, told=NOT_REDACTED,
-        said=("not packed",), check=unpacked,
-    ),
+        "pass", 6, {"gates": ["failed", "failed"]}, told=NOT_REDACTED, said=("not packed",),
+        check=unpacked),
     "gate that finds something in the reports": Case(
-        "pass", 6, "FAIL", {"gates": ["clean", "failed"]}, told=NOT_REDACTED, render=True,
-        said=("redaction FAILED, do not post this",), check=unpacked,
-    ),
+        "pass", 6, {"gates": ["clean", "failed"]}, told=NOT_REDACTED, render=True,
+        said=("redaction FAILED, do not post this",), check=unpacked),
     "runner that fails in the midst of a run": Case(
-        "pass,slow", 4, "BROKEN", {"fails": "slow"},
-        ends={"pass": "PASS", "slow": "CRASH"}, said=("ZeroDivision",),
-    ),
+        "pass,slow", 4, {"fails": "slow"}, ends={"pass": "PASS", "slow": "CRASH"},
+        said=("ZeroDivision",)),
     # The disk of the bundle.
-    "disk full from the start": Case(
-        "pass,bench", 0, "PASS", {"disk": 15_000}, exit_code=4, cut_off=True,
-        said=("bundle.json could not be written", "exit code 4"),
-    ),
-    "disk full in the middle of a log": Case(
-        "pass,chatty,bench", 0, "PASS", {"disk": 300_000}, ends={"bench": "PASS"}
-    ),
+    "disk full from the start": Case("pass,bench", 0, {"disk": 15_000}, 4, said=(
+        "bundle.json could not be written", "exit code 4")),
+    "disk full in the middle of a log": Case("pass,chatty,bench", 0, {"disk": 300_000},
+                                             ends={"bench": "PASS"}),
     "disk full in packing": Case(
-        "pass", 0, "PASS", {"full_in": "record.bundle.write_sums"},
-        told=("no SHA256SUMS: .*",), said=("no archive", "No space left on device"),
-    ),
+        "pass", 0, {"full_in": "record.bundle.write_sums"}, told=("no SHA256SUMS: .*",),
+        said=("no archive", "No space left on device")),
     "secrets of every shape in every place": Case(
-        "plant,plant_rows", 4, "BROKEN", options=("--verbose",), render=True,
-        check=lambda o: (
+        "plant,plant_rows", 4, options=("--verbose",), render=True, check=lambda o: (
             gone(o, "core.tgz", "core.zip", "core.png", "link.txt"),
-            json.loads((o.folder / "keys.json").read_text()),
-        ),
-    ),
+            json.loads((o.folder / "keys.json").read_text()))),
     # The GPU and its driver.
-    "GPU lost": Case(
-        "pass!,gpu_dies!,slow!,bench", 4, "BROKEN", gpu=True,
-        ends=dict(gpu_dies="CRASH", slow="NOT_RUN", bench="PASS"),
-    ),
+    "GPU lost": Case("pass!,gpu_dies!,slow!,bench", 4, gpu=True,
+                     ends=dict(gpu_dies="CRASH", slow="NOT_RUN", bench="PASS")),
     "out of GPU memory": Case(
-        f"big_or_half!+,big_or_few={SHARDS}!,big_always!+", 4, "BROKEN", gpu=True,
+        f"big_or_half!+,big_or_few={SHARDS}!,big_always!+", 4, gpu=True,
         ends={"big_always": "CRASH OOM_DEVICE"},
         noted=("one more try at half size", "64 here instead of 128",
                "one more try with a quarter of the processes"),
         check=lambda o: (
             tried_again(o, "big_or_half", "half_size", "--shrink", "2"),
-            tried_again(o, "big_or_few", "flaky", SHARDS, "--fewer", "4"),
-        ),
-    ),
+            tried_again(o, "big_or_few", "flaky", SHARDS, "--fewer", "4"))),
     "Xid of our own kernel, of the card's memory, and off the bus": Case(
-        "xid_31!,xid_48!,xid_79!,slow!,bench", 4, "BROKEN", gpu=True,
+        "xid_31!,xid_48!,xid_79!,slow!,bench", 4, gpu=True,
         ends=dict(xid_31="PASS", xid_48="INFRA XID", xid_79="INFRA GPU_LOST", slow="NOT_RUN",
-                  bench="PASS"),
-        noted=("Xid 31", "of the program", "Xid 48", "change the box"),
-    ),
+                  bench="PASS"), noted=("Xid 31", "of the program", "Xid 48", "change the box")),
 }  # fmt: skip
 
 
@@ -397,7 +361,7 @@ def more(name: str) -> Callable:
     return lambda run: MORE.setdefault(name, run)
 
 
-PASSED = Case("pass", 0, "PASS")
+PASSED = Case("pass", 0)
 
 
 @more("journal cut at every byte of its last line, and with zeros as a file system leaves them")
@@ -427,9 +391,7 @@ def _(tmp: Path) -> None:
 def _(tmp: Path) -> None:
     first = faults.start(tmp / "out", "until_told", env=PLANTED)
     journal = tmp / "out" / COMMIT / "events.jsonl"
-    while not any(e["ev"] == "stage_start" for e in read_events(journal)):
-        assert first.poll() is None, first.communicate()[0]
-        time.sleep(0.02)
+    assert faults.until(lambda: any(e["ev"] == "stage_start" for e in read_events(journal)))
     second = go(tmp / "out", "pass")
     assert second.code == 75 and f"process {first.pid} since" in second.console
     (tmp / "out" / COMMIT / "go").touch()
@@ -461,14 +423,8 @@ def _(tmp: Path) -> None:
 @more("secrets in the remote and the branch")
 def _(tmp: Path) -> None:
     repository = tmp / "repository"
-
-    def git(*words: str) -> None:
-        subprocess.run(
-            ["git", "-C", str(repository), "-c", "user.name=alice", "-c",
-             "user.email=alice@example.com", *words], check=True, capture_output=True,
-        )  # fmt: skip
-
     repository.mkdir()
+    git = lambda *words: faults.git(repository, *words, who="alice")
     git("init", "-q", "-b", CANARIES["gitlab"])
     git("commit", "-q", "--allow-empty", "-m", CANARIES["github"])
     git("remote", "add", "origin", CANARIES["url"] + "&" + CANARIES["password"])
@@ -538,7 +494,7 @@ def _(tmp: Path) -> None:
     os.close(read)
     assert process.wait(timeout=30) == 0
     outcome = Outcome(0, "exit code 0", tmp / "out")
-    held(Case("", 0, "PASS"), outcome)
+    held(PASSED, outcome)
 
 
 def without(*modules: str) -> Callable[[Path], None]:

@@ -19,23 +19,20 @@ LOST = {"problem": "nvidia-smi ended with 15: GPU is lost"}
 # ---- which cards ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text, variables, want",
-    [
-        ("all", {}, [0, 1, 2, 3]),
-        ("all", {"CUDA_VISIBLE_DEVICES": "2,3"}, [2, 3]),
-        ("all", {"CUDA_VISIBLE_DEVICES": "GPU-3333,GPU-1111"}, [3, 1]),
-        ("0,2", {"CUDA_VISIBLE_DEVICES": "3"}, [0, 2]),
-    ],
-)
-def test_cards_by_number(text, variables, want):
-    assert [c.index for c in cards.select(text, GPUS, variables)] == want
-
-
-@pytest.mark.parametrize("text", ["4", "0,0", "two", "", "0,,1", "MIG-1"])
-def test_a_card_that_is_not_there_is_an_error(text):
-    with pytest.raises(ValueError, match="--gpus must be all or numbers of nvidia-smi from 0 to 3"):
-        cards.select(text, GPUS, {})
+@pytest.mark.parametrize("text, visible, want", [
+    ("all", None, [0, 1, 2, 3]), ("all", "2,3", [2, 3]), ("all", "GPU-3333,GPU-1111", [3, 1]),
+    ("0,2", "3", [0, 2]), *((text, None, None) for text in "4 0,0 two 0,,1 MIG-1".split()),
+    ("", None, None),
+])  # fmt: skip
+def test_cards_by_number(text, visible, want):
+    """One that is not there is an error."""
+    chosen = lambda: cards.select(text, GPUS, {"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+    if want:
+        assert [card.index for card in chosen()] == want
+    else:
+        says = "--gpus must be all or numbers of nvidia-smi from 0 to 3"
+        with pytest.raises(ValueError, match=says):
+            chosen()
 
 
 def test_a_lost_card_keeps_its_number():
@@ -49,25 +46,24 @@ def test_a_lost_card_keeps_its_number():
 
 def planned(profile, count, lost=()):
     found = [cards.Card(i, f"GPU-{i}", "lost" if i in lost else None) for i in range(count)]
-    return cards.expand(stages.plan(profile), found, profile)
+    plan = cards.expand(stages.plan(profile), found, profile)
+    assert len({s.log_path for s in plan}) == len(plan) == len({s.id for s in plan})
+    return {s.id: s for s in plan}
 
 
 @pytest.mark.parametrize("profile", ["quick", "standard", "full", "cpu"])
 def test_one_card_changes_nothing(profile):
-    assert planned(profile, 1) == cards.expand(stages.plan(profile), [], profile)
-    assert planned(profile, 1) == stages.plan(profile)
+    plan = stages.plan(profile)
+    assert [*planned(profile, 1).values()] == cards.expand(plan, [], profile) == plan
 
 
 def test_each_stage_sees_its_cards_alone():
-    plan = {s.id: s for s in planned("standard", 4)}
+    plan = planned("standard", 4)
     for name in cards.PER_CARD:
         for index in (1, 2, 3):
-            own = plan[f"{name}_gpu{index}"]
-            assert own.env["CUDA_VISIBLE_DEVICES"] == str(index) and own.gpus == (index,)
-            assert own.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-            base = dict(plan[name].env) | {"CUDA_VISIBLE_DEVICES": str(index)}
-            assert dict(own.env) == base and own.proof == plan[name].proof
-            assert own.log_path != plan[name].log_path
+            own, of = plan[f"{name}_gpu{index}"], {"CUDA_VISIBLE_DEVICES": str(index)}
+            assert dict(own.env) == dict(plan[name].env) | of and own.gpus == (index,)
+            assert own.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and own.proof == plan[name].proof
     assert plan["health_gpu2"].argv == (*plan["health"].argv, "--gpu", "2")
     assert all(s.env["CUDA_VISIBLE_DEVICES"] == "0" for s in plan.values()
                if s.gpu and len(s.gpus) == 1 and "_gpu" not in s.id)  # fmt: skip
@@ -77,58 +73,52 @@ def test_each_stage_sees_its_cards_alone():
         assert stage.env["CUDA_VISIBLE_DEVICES"] == want and stage.env["NCCL_NVLS_ENABLE"] == "0"
         assert stage.argv[3:5] == ("-n", str(len(want.split(",")))) and stage.shrinks
     ids = list(plan)
-    assert len({s.log_path for s in plan.values()}) == len(ids)
     assert ids.index("health") < ids.index("health_gpu1") < ids.index("sel_route")
     assert ids.index("prefill_bench") < ids.index("nccl") < ids.index("train_showcase")
 
 
 @pytest.mark.parametrize("count", [2, 3, 6, 8])
 def test_lengths_fit_every_number_of_cards(count):
-    plan = {s.id: s for s in planned("full", count)}
-    assert {n for n in plan if n.startswith("context")} == {
-        "context_parallel_2", f"context_parallel_{count}"
-    }  # fmt: skip
+    plan = planned("full", count)
+    together = {f"context_parallel_{n}" for n in (2, count)}
+    assert {n for n in plan if n.startswith("context")} == together
     argv = plan[f"context_parallel_{count}"].argv
     for length in argv[argv.index("--S_list") + 1].split(","):
         assert int(length) > 65536 - 32 * count and int(length) % (2 * count * 16) == 0
 
 
 def test_a_lost_card_is_left_out_of_what_runs_together():
-    plan = {s.id: s for s in planned("standard", 4, lost=(0, 2))}
+    plan = planned("standard", 4, lost=(0, 2))
     assert plan["sanity"].gpus == (1,) and plan["nccl"].gpus == (1, 3)
     assert "health_gpu0" in plan and "health_gpu2" in plan and "context_parallel_4" not in plan
-    assert "nccl" not in {s.id for s in planned("standard", 2, lost=(1,))}
+    assert "nccl" not in planned("standard", 2, lost=(1,))
 
 
 # ---- whole runs on a box with a fake driver ------------------------------------------------------
 
 
-def smi(folder, count, broken=()):
-    """A fake nvidia-smi of `count` cards; asked for all, it fails if one of them is broken."""
-    lines = [faults.FAKE_SMI.replace("GPU-12345678", f"GPU-{i}2345678") for i in range(count)]
-    (folder / "cards").mkdir()
-    for i, text in enumerate(lines):
-        if i not in broken:
-            (folder / "cards" / str(i)).write_text(text + "\n")
-    script = folder / "bin" / "nvidia-smi"
-    script.write_text(
-        "#!/bin/sh\n"
-        f"cd {folder}/cards\n"
-        'if [ "$1" = -i ]; then\n'
-        f"  if [ $2 -ge {count} ]; then echo 'No devices were found'; exit 6; fi\n"
-        "  cat $2 2>/dev/null && exit 0\n"
-        '  echo "GPU $2 is lost"; exit 15\n'
-        "fi\n"
-        f"if [ $(ls | wc -l) -lt {count} ]; then echo 'GPU is lost'; exit 15; fi\n"
-        "cat *\n"
-    )
-    script.chmod(0o755)
+SMI = """#!/bin/sh
+cd {folder}
+if [ "$1" = -i ]; then
+  if [ $2 -ge {count} ]; then echo 'No devices were found'; exit 6; fi
+  cat $2 2>/dev/null && exit 0
+  echo "GPU $2 is lost"; exit 15
+fi
+if [ $(ls | wc -l) -lt {count} ]; then echo 'GPU is lost'; exit 15; fi
+cat *
+"""
 
 
 def go(tmp_path, count, bad="", broken=(), render=False):
-    """A run on `count` fake cards. bad: "number:fault" of the one whose sanity stage goes wrong."""
+    """A run on `count` fake cards, whose nvidia-smi fails if it is asked for all and one of them is
+    broken. bad: "number:fault" of the one whose sanity stage goes wrong."""
     env = faults.fake_gpu(tmp_path) | {"CUDA_TEST_BAD": bad, "CUDA_VISIBLE_DEVICES": ""}
-    smi(tmp_path, count, broken)
+    (tmp_path / "cards").mkdir()
+    for i in {*range(count)} - {*broken}:
+        line = faults.FAKE_SMI.replace("GPU-12345678", f"GPU-{i}2345678")
+        (tmp_path / "cards" / str(i)).write_text(f"{line}\n")
+    smi = SMI.format(folder=tmp_path / "cards", count=count)
+    (tmp_path / "bin" / "nvidia-smi").write_text(smi)
     how = dict(env=env, fault={"cards": True}, render=render)
     return faults.go(tmp_path / "out", "", "--profile", "standard", "--gpus", "all", **how)
 
@@ -205,17 +195,16 @@ def test_health_rows_of_all_cards_are_kept_whatever_their_order():
 @pytest.mark.parametrize("status", ["FAIL", "CRASH", "TIMEOUT", "INFRA", "NOT_RUN", "SKIPPED"])
 def test_a_card_is_judged_by_its_own_stages_and_numbers(status):
     """One that was never measured has no numbers, and one that proved nothing is not good."""
-    stage = lambda id, gpu, status="PASS": {
-        "id": id,
-        "status": status,
-        "gpus": [gpu],
-        "reason": None if status == "PASS" else "why",
-    }
-    data = {"health": {"device": "X", "copy_gbs": 4321.0, "gemm_bf16_tflops": 765.0},
-            "stages": [stage("health", 0), stage("more_parity", 0), stage("health_gpu1", 1),
-                       stage("more_parity_gpu1", 1, status)]}  # fmt: skip
-    proof = [{"stage": "more_parity", "status": "PASS"}, {"stage": "more_parity", "status": "PASS"},
-             {"stage": "more_parity_gpu1", "status": "FAIL"}]  # fmt: skip
+
+    def stage(id, gpu, status="PASS"):
+        reason = None if status == "PASS" else "why"
+        return {"id": id, "status": status, "gpus": [gpu], "reason": reason}
+
+    health = {"device": "X", "copy_gbs": 4321.0, "gemm_bf16_tflops": 765.0}
+    ended = [stage("health", 0), stage("more_parity", 0), stage("health_gpu1", 1)]
+    data = {"health": health, "stages": [*ended, stage("more_parity_gpu1", 1, status)]}
+    proven = ("more_parity", "PASS"), ("more_parity", "PASS"), ("more_parity_gpu1", "FAIL")
+    proof = [{"stage": stage, "status": status} for stage, status in proven]
     first, second = cards.section(data, proof)
     assert (first["verdict"], first["parity"], first["bandwidth"]) == (cards.GOOD, "2/2", "4321")
     assert (second["parity"], second["name"], second["bandwidth"]) == ("0/1", "-", "-")
@@ -224,12 +213,12 @@ def test_a_card_is_judged_by_its_own_stages_and_numbers(status):
     assert said.startswith("GPU 1 is not good")
 
 
-def test_only_the_benched_card_gives_the_ceilings(tmp_path, monkeypatch, capsys):
+def test_only_the_benched_card_gives_the_ceilings(tmp_path, monkeypatch):
     from bench import health
 
-    row = {"device": "X", "driver": "1", "why": [], "status": "OK", "aa_trials": 1, **dict.fromkeys(
-        ("copy_gbs", "copy_frac", "gemm_bf16_tflops", "gemm_frac", "gemm_sustained_tflops",
-         "h2d_gbs", "launch_us", "aa_noise_floor", "aa_worst"), 1.0)}  # fmt: skip
+    rates = "copy_gbs copy_frac gemm_bf16_tflops gemm_frac gemm_sustained_tflops h2d_gbs launch_us"
+    rates = [*rates.split(), "aa_noise_floor", "aa_worst", "aa_trials"]
+    row = {"device": "X", "driver": "1", "why": [], "status": "OK", **dict.fromkeys(rates, 1.0)}
     sent = []
     monkeypatch.setenv("NSA_OUT_DIR", str(tmp_path))
     monkeypatch.setattr(health.torch.cuda, "is_available", lambda: True)
@@ -243,7 +232,7 @@ def test_only_the_benched_card_gives_the_ceilings(tmp_path, monkeypatch, capsys)
     assert health.main(["--deep"]) == 1 and [r["deep"] for r in sent] == [False, False, True]
 
 
-# ---- errors of NVLink ----------------------------------------------------------------------------
+# ---- errors of NVLink ---------------------------------------------------------------------------
 
 LINKS = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)
 \t Link 0: Replay Errors: 0
@@ -267,10 +256,10 @@ def watched(several, *answers):
             raise answer
         return answer
 
+    quiet = lambda *_: SimpleNamespace(start=int, stop=int, take=list, problem=None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "Telemetry", lambda *_: SimpleNamespace(start=int, stop=int))
-        patch.setattr(watch, "XidListener", lambda _: SimpleNamespace(
-            start=int, stop=int, take=list, problem=None))  # fmt: skip
+        patch.setattr(watch, "Telemetry", quiet)
+        patch.setattr(watch, "XidListener", quiet)
         patch.setattr(watch.box, "command", command)
         note = lambda text, level="warn": told.append((level, text))
         one = watch.Watch(several, [{}], lambda *_, **__: None, note, lambda _: None)
@@ -280,8 +269,6 @@ def watched(several, *answers):
 
 
 TWO = [cards.Card(0, "GPU-a"), cards.Card(1, "GPU-b")]
-
-
 GREW = LINKS.replace("CRC Errors: 4", "CRC Errors: 9").replace("events: 1", "events: 2")
 GREW = GREW.replace("packets: 11", "packets: 99").replace("- 0: 3", "- 0: 4")
 QUIET = ("info", "NVLink: none of 4 error counters grew")

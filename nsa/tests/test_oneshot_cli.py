@@ -1,29 +1,42 @@
-"""Do the verbs, their options and usage errors do what they say?"""
+"""Do the verbs, their options and usage errors do what they say, and does a person at the terminal
+see it?"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import io
 import json
 import os
+import pty
 import re
+import select
+import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from nsa.tests import oneshot_faults as faults
-from nsa.tests.oneshot_faults import ROOT, Outcome, go
+from nsa.tests.oneshot_faults import ROOT, Outcome, command, environment, fake_gpu, git, go
 from nsa.tests.oneshot_samples import write_sample
 from scripts import setup_env
+from scripts.oneshot import streams
 from scripts.oneshot.__main__ import main
 from scripts.oneshot.box.checkout import git_facts
 from scripts.oneshot.compare import verify
 from scripts.oneshot.record.journal import Journal
+from scripts.oneshot.record.model import Stage
 from scripts.oneshot.record.outputs import scp_line
 from scripts.oneshot.run import attach, runner, stages
 from scripts.oneshot.run.arguments import seconds
 from scripts.oneshot.run.lock import Lock, folder_lock, gpu_lock
+from scripts.oneshot.run.progress import Progress
 
 
 @pytest.mark.parametrize("with_git", [True, False])
@@ -32,10 +45,8 @@ def test_sources_edited_during_the_run_are_not_clean(with_git, tmp_path):
     source = tmp_path / "src" / "nsa" / "a.py"
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
-    for words in (["init", "-q"], ["add", "."],
-                  ["-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "1"],
-                  ) if with_git else ():  # fmt: skip
-        subprocess.run(["git", *words], cwd=tmp_path / "src", check=True)
+    for words in ("init -q", "add .", "commit -qm 1") if with_git else ():
+        git(tmp_path / "src", *words.split())
     given = ("--commit", git_facts(tmp_path / "src")["commit"]) if with_git else ()
 
     def bundle(stages, *options):
@@ -45,11 +56,11 @@ def test_sources_edited_during_the_run_are_not_clean(with_git, tmp_path):
         return json.loads((folder / "bundle.json").read_text())
 
     edited = bundle("pass,edit")
-    git = edited["git"]
-    assert git["dirty"] and git["changed_during_run"] is True
-    assert f"commit {git['short']} DIRTY" in edited["verdict"]["one_line"]
+    found = edited["git"]
+    assert found["dirty"] and found["changed_during_run"] is True
+    assert f"commit {found['short']} DIRTY" in edited["verdict"]["one_line"]
     assert any("changed while the run was going on" in n["text"] for n in edited["notes"])
-    assert not with_git or "1 file changed" in git["diffstat"]
+    assert not with_git or "1 file changed" in found["diffstat"]
     assert bundle("pass", "--resume")["resumed"] == {}  # the same edited sources
     if not with_git:
         assert list(bundle("pass", "--resume")["resumed"].values()) == [["pass"]]
@@ -101,9 +112,7 @@ def test_usage_errors(argv, capsys):
     ([], ["PROFILE", "BUDGET"]), (["--profile", "cpu"], ["BUDGET"]),
     (["--budget", "2m"], ["PROFILE"]),
 ])  # fmt: skip
-def test_an_option_given_by_the_environment_is_told_to_mean_nothing(
-    argv, told, monkeypatch, capsys
-):
+def test_an_option_of_the_environment_is_told_to_mean_nothing(argv, told, monkeypatch, capsys):
     monkeypatch.setenv("PROFILE", "quick")
     monkeypatch.setenv("BUDGET", "2m")
     assert runner.main(["--dry-run", *argv]) == 0
@@ -137,7 +146,9 @@ def test_plan_names_real_files(profile):
     assert len({s.log_path for s in planned}) == len(planned)
     for stage in planned:
         assert not (stage.gpu and profile == "cpu"), stage.id
-        assert stage.after is None or stage.after in {s.id for s in planned}
+        ids = [s.id for s in planned]
+        assert stage.after is None or stage.after in ids
+        assert all(ids.index(s) < ids.index(stage.id) for s in stage.also if s in ids)
         assert stages.NO_TEST not in stage.argv, f"{stage.id} finds no test file"
         for part in stage.argv:
             if part.endswith(".py"):
@@ -179,18 +190,18 @@ def test_a_usage_error_is_found_before_anything_is_installed(monkeypatch, capsys
 
 
 def test_detach_says_what_came_of_it(tmp_path, capsys, monkeypatch):
-    def detach(*options):
-        code = runner.main(["--profile", "cpu", "--detach", "--commit", "abc1234f", *options])
-        said = capsys.readouterr()
+    def detach(out=tmp_path):
+        argv = ["--profile", "cpu", "--detach", "--commit", "abc1234f", str(out)]
+        code, said = runner.main(argv), capsys.readouterr()
         return code, said.out + said.err
 
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # main() sets it
     (tmp_path / "file").write_text("x")
-    code, said = detach(str(tmp_path / "file" / "out"))
+    code, said = detach(tmp_path / "file" / "out")
     assert code == 4 and "cannot be used" in said and "process" not in said
     lock = folder_lock(tmp_path, "abc1234")
     lock.acquire()
-    code, said = detach(str(tmp_path))
+    code, said = detach()
     assert code == 75 and f"held by process {os.getpid()}" in said
     lock.release()
 
@@ -202,11 +213,10 @@ def test_detach_says_what_came_of_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runner.subprocess, "Popen", begin)
     monkeypatch.setattr(runner.checkout, "git_facts", lambda *_: {"short": "abc1234"})
     monkeypatch.setattr(runner.box, "smi_query", lambda: [])
-    code, said = detach(str(tmp_path))
-    assert code == 0 and said.startswith("running as process 4711")
-    monkeypatch.setattr(runner, "DETACH_WAIT_S", 0.0)
-    code, said = detach(str(tmp_path))
-    assert code == 0 and said.startswith("waiting as process 4711")
+    for wait_s, does in ((runner.DETACH_WAIT_S, "running"), (0.0, "waiting")):
+        monkeypatch.setattr(runner, "DETACH_WAIT_S", wait_s)
+        code, said = detach()
+        assert code == 0 and said.startswith(f"{does} as process 4711")
 
 
 def test_attach_follows_to_the_verdict_and_says_once_that_a_run_is_running(tmp_path, capsys):
@@ -224,30 +234,12 @@ def test_attach_follows_to_the_verdict_and_says_once_that_a_run_is_running(tmp_p
 
 def test_scp_line_is_made_of_what_the_box_says():
     path = Path("/x/a.tgz")
-    ssh = {"SSH_CONNECTION": "198.51.100.1 5000 203.0.113.2 22", "USER": "u"}
-    assert scp_line(ssh, path) == "scp -P 22 u@203.0.113.2:/x/a.tgz ."
     pod = {"RUNPOD_PUBLIC_IP": "203.0.113.9", "RUNPOD_TCP_PORT_22": "40022", "USER": "u"}
     assert scp_line(pod, path) == "scp -P 40022 u@203.0.113.9:/x/a.tgz ."
     assert scp_line({}, path) is None
 
 
 # ---- beside what earlier and other runs left -----------------------------------------------------
-
-
-def test_private_values_that_are_words_of_the_report_garble_nothing(tmp_path):
-    pytest.importorskip("jinja2", reason="the report needs jinja2")
-    from nsa.tests.test_oneshot_page import inert
-
-    env = {"USER": "max", "SESSION_MODE": "stage_end", "AUTH_MODE": "required",
-           "X_AUTH": "duration"}  # fmt: skip
-    done = go(tmp_path, "pass,bench", env=env, render=True)
-    assert done.code == 0, done.console
-    assert list(verify.check(done.folder)) == []
-    page = (done.folder / "report.html").read_text()
-    inert(page)
-    assert "max-width" in page and "max-abs" in page
-    rows = (done.folder / "tests" / "pass.jsonl").read_text().splitlines()
-    assert all("duration_s" in json.loads(row) for row in rows)
 
 
 def test_earlier_runs_stay_as_they_were_sealed(tmp_path):
@@ -268,7 +260,7 @@ def test_earlier_runs_stay_as_they_were_sealed(tmp_path):
 
 def test_nothing_is_taken_over_from_another_card(tmp_path):
     """A box of the same kind, rented again: its card has another UUID."""
-    env, smi = faults.fake_gpu(tmp_path), tmp_path / "bin" / "nvidia-smi"
+    env, smi = fake_gpu(tmp_path), tmp_path / "bin" / "nvidia-smi"
     for uuid, taken in (("GPU-12345678", []), ("GPU-12345678", ["pass"]), ("GPU-87654321", [])):
         smi.write_text(re.sub(r"GPU-\d{8}", uuid, smi.read_text()))
         done = go(tmp_path / "out", "pass!", "--profile", "standard", "--resume", env=env)
@@ -277,20 +269,93 @@ def test_nothing_is_taken_over_from_another_card(tmp_path):
 
 def test_one_run_per_gpu_whatever_the_folder(tmp_path):
     """Another card of the box is free: the one that a run sees is asked, locked and described."""
-    env, smi = faults.fake_gpu(tmp_path), tmp_path / "bin" / "nvidia-smi"
+    env, smi = fake_gpu(tmp_path), tmp_path / "bin" / "nvidia-smi"
     second = faults.FAKE_SMI.replace("GPU-12345678", "GPU-87654321").replace("300.00", "250")
     smi.write_text(smi.read_text() + f"echo '{second}'\n")
-    first, other = (
-        Lock(tmp_path / gpu_lock(line.split(",")[0]).path.name, "the GPU")
-        for line in (faults.FAKE_SMI, second)
-    )
+    locks = [Lock(tmp_path / gpu_lock(line.split(",")[0]).path.name, "the GPU")
+             for line in (faults.FAKE_SMI, second)]  # fmt: skip
     run = lambda card: go(tmp_path / card, "pass!", "--profile", "standard",
                           env={**env, "CUDA_VISIBLE_DEVICES": card})  # fmt: skip
-    first.acquire()
+    locks[0].acquire()
     held, free = run("0"), run("1")
     assert held.code == 75 and "the GPU is held by process" in held.console
     assert free.code == 0 and free.bundle["device"]["power_limit_w"] == 250, free.console
-    other.acquire()
+    locks[1].acquire()
     assert run("1").code == 75
-    other.release()
-    first.release()
+    for lock in locks:
+        lock.release()
+
+
+# ---- the terminal --------------------------------------------------------------------------------
+
+
+def on_terminal(argv, env, columns, limit_s=40.0):
+    """(exit code, everything that was written) of a program on a terminal of its own."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    process = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, env=env, cwd=ROOT)
+    os.close(slave)
+    seen, deadline = b"", time.monotonic() + limit_s
+    with contextlib.suppress(OSError):  # at its end
+        while select.select([master], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            seen += os.read(master, 1 << 16)
+    os.close(master)
+    return process.wait(timeout=10), seen.decode("utf-8", "replace")
+
+
+def test_run_on_a_terminal(tmp_path):
+    pytest.importorskip("jinja2", reason="the report needs jinja2")
+    env = {**fake_gpu(tmp_path), "TERM": "xterm", "USER": "ann",
+           "SSH_CONNECTION": "198.51.100.1 5000 203.0.113.2 2222"}  # fmt: skip
+    env = {k: v for k, v in environment(env, render=True).items() if k != "COLUMNS"}
+    out = tmp_path / "out"
+    argv = command(out, "steady!", "--profile", "standard", "--price", "7200")
+    code, text = on_terminal(argv, env, 200)
+    live = re.findall(r"\r\x1b\[K(\[[^\r\n]*)(?=\r\x1b)", text)
+    assert text.count("\n") < 25, "a live line is rewritten, never repeated"
+    assert re.fullmatch(
+        r"\[2/2\] steady  0:0\d/0:30  1 passed  case 1 of 4 61C 312W 1980MHz  \$\d\.\d\d", live[-1]
+    ), live
+    lines = [re.sub(r"\x1b\[K|\r", "", line) for line in text.splitlines() if line.strip()]
+    assert code == 0 and lines[-1] == "exit code 0"
+    last = "\n".join(lines[-9:])
+    assert re.search(r"^PASS - 1/1 tests; parity 1/1; Test GPU", last, re.M)
+    folder = out / "abc1234"
+    packed = folder.with_name("abc1234.tgz")
+    assert f"report:  {folder / 'report.md'}" in last and f"{folder / 'report.html'}  (the" in last
+    assert f"bundle:  {packed}" in last
+    assert f"sha256:  {hashlib.sha256(packed.read_bytes()).hexdigest()}" in last
+    assert f"fetch:   scp -P 2222 ann@203.0.113.2:{packed} ." in last
+    assert "you are paying until you destroy the box" in last
+    everything = b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file())
+    assert b"203.0.113.2" not in everything and b"\x1b" not in everything
+
+
+def test_how_long_the_run_will_take_yet(monkeypatch):
+    """By the estimates of the stages; one that takes longer than its own adds nothing."""
+    monkeypatch.setenv("COLUMNS", "99")
+    stages = [Stage(name, name, ("x",), "tests", 99.0, estimate_s=60.0) for name in "abc"]
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    progress = Progress(stages, stream)
+    progress.next(), progress.next(), progress.begin(stages[1])
+    progress.tick(20.0, 99.0, [])
+    assert "[2/3] b  0:20/1:39, about 1:40 left" in stream.getvalue()
+    progress.tick(80.0, 99.0, [])
+    assert stream.getvalue().endswith("about 1:00 left")
+    monkeypatch.setenv("COLUMNS", "30")
+    progress.tick(81.0, 99.0, [])
+    assert len(stream.getvalue().rpartition("\x1b[K")[2]) < 30, "a line that wraps is repeated"
+
+
+def test_words_that_nobody_can_hear_are_no_error(monkeypatch):
+    for stream in (open("/dev/full", "w"), None, open(os.devnull)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        streams.say("a word")
+
+
+def test_the_set_up_speaks_to_a_full_stream():
+    code = "import scripts.setup_env as s\nraise SystemExit(s.main(['--run', '-x']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=full)
+    assert done.returncode == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import random
 import re
 import xml.etree.ElementTree as ElementTree
@@ -12,48 +13,46 @@ from pathlib import Path
 import pytest
 
 from nsa.tests.oneshot_faults import CANARIES, PRIVATE
-from nsa.tests.oneshot_secrets import ENVIRON as BOX
-from nsa.tests.oneshot_secrets import SHAPES
+from nsa.tests.oneshot_secrets import ENVIRON, SHAPES
 from scripts.oneshot.record.gate import gate
 from scripts.oneshot.record.redact import Redactor
 
-ENVIRON = {
-    "MY_SERVICE_TOKEN": "plainlookingvalue-42",
-    "DB_URL_SECRET": "postgres://svc:sesame-open-77@db.internal/x",
-    "USER": "alice",
-    "HOSTNAME": "pod-9f8e7d6c",
-    "SSH_CONNECTION": "198.51.100.9 50522 203.0.113.20 22",
-    "NSA_USE_FA2": "1",
-    "CUDA_API_KEY": "should-not-be-shown",
-    "OTHER": "not-shown",
-}
+
+def fresh():
+    """What redacts on the box of oneshot_secrets."""
+    hosts = ("pod-9f8e7d6c.cluster.local",)
+    return Redactor(ENVIRON, root=Path("/srv/repo"), hostnames=hosts, user="alice",
+                    home="/home/alice")  # fmt: skip
 
 
 @pytest.fixture
-def redactor(tmp_path):
-    return Redactor(ENVIRON, root=tmp_path / "repo", hostnames=("pod-9f8e7d6c.cluster.local",),
-                    user="alice", home="/home/alice")  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CANARIES)
-def test_canary_is_removed_in_every_setting(redactor, name):
-    text, private = CANARIES[name], PRIVATE[name]
-    settings = (text, f"x={text}", f"({text})", f'"{text}",', f"a {text}\nb", json.dumps([text]))
-    for setting in settings:
-        clean = redactor.text(setting)
-        assert private not in clean, setting
-        assert redactor.text(clean) == clean, "redaction must be stable"
+def redactor():
+    return fresh()
 
 
 @pytest.fixture(scope="module")
 def boxed():
-    """What is redacted on the box of oneshot_secrets."""
-    hosts = ("pod-9f8e7d6c.cluster.local",)
-    return Redactor(BOX, hostnames=hosts, user="alice", home="/home/alice")
+    return fresh()
 
 
-@pytest.mark.parametrize(("kind", "text", "private"), SHAPES)
-def test_a_shape_of_real_logs_is_removed(boxed, kind, text, private):
+KNOWN = ("sesame-open-77", "alice", "pod-9f8e7d6c", "198.51.100.9", "/home/alice/.ssh")
+
+
+@pytest.mark.parametrize(
+    ("text", "private"),
+    [*((text, PRIVATE[name]) for name, text in CANARIES.items()), *zip(KNOWN, KNOWN, strict=True)],
+)
+def test_what_is_private_is_removed_in_every_setting(boxed, text, private):
+    settings = (text, f"x={text}", f"({text})", f'"{text}",', f"a {text}\nb", json.dumps([text]))
+    for setting in (*settings, f"said {text} loudly"):
+        clean = boxed.text(setting)
+        assert private not in clean, setting
+        assert boxed.text(clean) == clean, "redaction must be stable"
+
+
+@pytest.mark.parametrize(("text", "private"), SHAPES)
+def test_a_shape_of_real_logs_is_removed(boxed, text, private):
+    """A pattern that lists kinds knows all of them, not the one that the canary shows."""
     clean = boxed.text(text)
     assert private not in clean
     markup = re.sub(r"<(\w+(?:-\d+)?)>", r"&lt;\1&gt;", clean)
@@ -61,92 +60,56 @@ def test_a_shape_of_real_logs_is_removed(boxed, kind, text, private):
         assert boxed.text(again) == again, "redaction must be stable"
 
 
-def honest_texts():
-    """A real report shortened, measured rows, pages, kernel names, and the code of tracebacks."""
-    root = Path(__file__).resolve().parents[2]
-    pages = "README.md docs/*.md nsa/tests/honest_report.md nsa/tests/locks/* bench/results/*/*"
-    for pattern in (*pages.split(), "nsa/kernels/**/*.py", "bench/*.py", "scripts/*.py"):
-        yield from sorted(root.glob(pattern))
-
-
 def test_nothing_of_honest_texts_is_eaten(boxed):
-    before, read = sum(boxed.counts.values()), 0
-    for path in honest_texts():
-        text = path.read_text(encoding="utf-8")
-        clean = boxed.text(text)
-        read += len(text)
-        if clean != text:
-            pairs = zip(text.split("\n"), clean.split("\n"), strict=False)
-            raise AssertionError((path.name, *next(p for p in pairs if p[0] != p[1])))
+    """A real report shortened, measured rows, pages, kernel names, and the code of tracebacks."""
+    root, before, read = Path(__file__).resolve().parents[2], sum(boxed.counts.values()), 0
+    pages = "README.md docs/*.md nsa/tests/honest_report.md nsa/tests/locks/* bench/results/*/*"
+    for pattern in f"{pages} nsa/kernels/**/*.py bench/*.py scripts/*.py".split():
+        for path in sorted(root.glob(pattern)):
+            text = path.read_text(encoding="utf-8")
+            lines = zip(text.split("\n"), boxed.text(text).split("\n"), strict=True)
+            assert not [(path.name, *pair) for pair in lines if pair[0] != pair[1]]
+            read += len(text)
     assert read > 1_000_000 and sum(boxed.counts.values()) == before
+
+
+def alone(environ, user="", home="/home/alice", hosts=()):
+    """What redacts where nothing but these is known to be private."""
+    return Redactor(environ, hostnames=hosts, user=user, home=str(home))
 
 
 def test_a_secret_named_after_a_picture_is_none():
     """A plot inside a page is base64, and looks like nothing but keys."""
-    redactor = Redactor({}, hostnames=(), user="", home="/home/alice")
+    redactor = alone({})
     picture = base64.b64encode(random.Random(1).randbytes(3000)).decode()
     page = f'<image xlink:href="data:image/png;base64,\n{picture[:1000]}\n{picture[1000:]}"/>'
     assert redactor.text(page) == page
     assert redactor.text(f"said {picture[:200]}") != f"said {picture[:200]}"
 
 
-@pytest.mark.parametrize("private", [
-    "plainlookingvalue-42", "sesame-open-77", "alice", "pod-9f8e7d6c", "198.51.100.9",
-    "/home/alice/.ssh",
-])  # fmt: skip
-def test_known_values_are_found_anywhere(redactor, private):
-    for text in (f"said {private} loudly", json.dumps({"a": private}), f"k:{private}"):
-        assert private not in redactor.text(text)
+HARMLESS = r"""
+nvidia-cublas-cu12==12.8.4.1 and libcudnn.so.9.1.0.7 at 127.0.0.1:8000 or 0.0.0.0 ¦ cuBLAS v12.8.4.1
+nvidia_cublas-12.8.4.1-py3-none.whl ¦ torch 2.11.0+cu130 driver 580.95.05 ¦ password: None
+12:34:56 at::native::add c10::Error std::vector ¦ tokens: 1048576 token=12345678 key=value
+commit 0123456789abcdef0123456789abcdef01234567 ¦ sel_fwd/dense/L=64/D=64/bf16 mae 2.1e-04
+task gsk_ r8_ nvapi- ya29. wandb login
+sha256 abababababababababababababababababababababababababababababababab ¦ task-force sk- AKIA
+nsa/tests/test_a.py::test_b[N256-H8-D64-L512-many-bf16] ¦ a user of the root folder
+x[1::2] y[100::4] at 12:34.5 of 00:01:02.3, 1:2:3 ¦ std::fe::dead add::be ::1 ::
+PCIe gen5 x16, PCI express 4.0 ¦ GPU-accelerated GPU-0 ¦ serial: N/A, serial run: 4 s
+password: str = None ¦ /usr/lib/python3/users.py ¦ cudnn 9.1.0.70 ¦ "cudnn": "9.1.0.70"
+cudnn-cu12: 9.10.2.21 ¦ nvrtc=12.4.5.8 ¦ tensorrt==10.3.0.26 ¦ cookie: none ¦ cookies: a=b
+--max-tokens 4096 --token-file x --key f --tokens abcdef ¦ --no-password --token --verbose
+"triton_pin": "triton==3.6.0" ¦ "parity_pass":1051,"PASS": "good" ¦ tokens: 'Tensor' = None
+token = first_token + 1 ¦ key=operator.itemgetter(0) ¦ class State(threading.local):
+q[0, -queries:] ¦ actions/checkout@v4 memcpy@GLIBC_2.14 image@sha256:12 ¦ malice and Alicedale
+at 1.5.2 of 3.10.1 ¦ docker -u 1000:1000 ¦ GPU 0: NVIDIA H200, 143771 MiB
+"""
 
 
-@pytest.mark.parametrize("text", [
-    "nvidia-cublas-cu12==12.8.4.1 and libcudnn.so.9.1.0.7 at 127.0.0.1:8000 or 0.0.0.0",
-    "nvidia_cublas-12.8.4.1-py3-none.whl", "torch 2.11.0+cu130 driver 580.95.05",
-    "12:34:56 at::native::add c10::Error std::vector", "tokens: 1048576 token=12345678 key=value",
-    "commit 0123456789abcdef0123456789abcdef01234567", "sha256 " + "ab" * 32,
-    "sel_fwd/dense/L=64/D=64/bf16 mae 2.1e-04", "task-force sk- AKIA", "password: None",
-    "nsa/tests/test_a.py::test_b[N256-H8-D64-L512-many-bf16]", "a user of the root folder",
-    "x[1::2] y[100::4] at 12:34.5 of 00:01:02.3, 1:2:3", "std::fe::dead add::be ::1 ::",
-    "PCIe gen5 x16, PCI express 4.0", "GPU-accelerated GPU-0", "serial: N/A, serial run: 4 s",
-    "password: str = None", "/usr/lib/python3/users.py", "cudnn 9.1.0.70", '"cudnn": "9.1.0.70"',
-    "cudnn-cu12: 9.10.2.21", "nvrtc=12.4.5.8", "cuBLAS v12.8.4.1", "tensorrt==10.3.0.26",
-    "--max-tokens 4096 --token-file x --key f --tokens abcdef", "cookie: none", "cookies: a=b",
-    "--no-password --token --verbose", "task gsk_ r8_ nvapi- ya29. wandb login",
-    '"triton_pin": "triton==3.6.0"', '"parity_pass":1051,"PASS": "good"', "tokens: 'Tensor' = None",
-    "token = first_token + 1", "key=operator.itemgetter(0)", "class State(threading.local):",
-    "q[0, -queries:]", "actions/checkout@v4 memcpy@GLIBC_2.14 image@sha256:12",
-    "docker -u 1000:1000", "GPU 0: NVIDIA H200, 143771 MiB", "malice and Alicedale",
-    "at 1.5.2 of 3.10.1",
-])  # fmt: skip
-def test_harmless_text_stays(redactor, text):
-    assert redactor.text(text) == text
-
-
-@pytest.mark.parametrize(("text", "private"), [
-    ("connect to [fd00::1]:80", "fd00::1"), ("64:ff9b::1", "64:ff9b::1"),
-    ("fe80::1%eth0: unreachable", "fe80::1"), ("from 2001:db8::7: refused", "2001:db8::7"),
-    ("NCCL: 10.0.0.70 refused", "10.0.0.70"), ("recudnn 10.0.0.70", "10.0.0.70"),
-    ("Set-Cookie: id=ab; Secure", "id=ab"), ("X-Access-Key: abcdefgh", "abcdefgh"),
-    ("--api-key 'abcd'", "abcd"), ("-password hunter22", "hunter22"), ("AccountKey=ab", "=ab"),
-    ("DB_PASSWORD=abc", "abc"), ("PASSWORD=1234", "1234"), ("api_key=x&y=1", "=x"),
-    ("{'serial': '16523', 'a': 1}", "16523"), ('{"board_id": 771}', "771"),
-    ("Serial Number                     : 165230", "165230"),
-    ("NVRM: Xid (PCI:0000:41:00): 79", "0000:41:00"), ("PCI bus id 01:00.0", "01:00.0"),
-    ("CUDA_VISIBLE_DEVICES=GPU-1a2b3c4d,1", "1a2b3c4d"), ("/nfs/home/bob/x.py", "bob"),
-    ("/data/users/bob/x.py", "bob"),
-    *((f"push {kind}_{'a1B2' * 9}", f"{kind}_") for kind in ("ghp", "gho", "ghu", "ghs", "ghr")),
-    *((f"key {kind}IOSFODNN7EXAMPLE", "IOSFODNN7") for kind in ("AKIA", "ASIA")),
-    *((f"{kind}-123456789012-abcdef", "123456789012") for kind in ("xoxb", "xoxp", "xoxa", "xoxs")),
-    *((f"{kind}://b/x.bin?sig=abcdef01", "abcdef01") for kind in ("https", "s3", "gs", "wss")),
-    ("MIG-12345678-9abc-def0-1234-56789abcdef0", "12345678-9abc"), ("MIG-1a2b3c4d", "1a2b3c4d"),
-    ("00000000:3B:00.0 off", "3B:00"), ("0000:3b:00.0 off", "3b:00"),
-    ("|    0   N/A  N/A     41234    M+C   python other.py     1810MiB |", "other.py"),
-    ("|    0   N/A  N/A     41234    C+G   python other.py         N/A |", "41234"),
-])  # fmt: skip
-def test_short_forms_and_every_kind_of_a_shape_are_found(redactor, text, private):
-    """A pattern that lists kinds knows all of them, not the one that the canary shows."""
-    clean = redactor.text(text)
-    assert private not in clean and redactor.text(clean) == clean
+@pytest.mark.parametrize("text", re.split(" ¦ |\n", HARMLESS.strip()))
+def test_harmless_text_stays(boxed, text):
+    assert boxed.text(text) == text
 
 
 @pytest.mark.parametrize(("text", "clean"), [
@@ -167,8 +130,7 @@ def test_what_a_box_is_called_is_found_in_every_form(tmp_path):
     (tmp_path / "link").symlink_to("real")
     environ = {"PUBLIC_IPADDR": "203.0.113.9", "RUNPOD_PUBLIC_IP": "203.0.113.8",
                "CI_WEBHOOK": "https://ci.example.com/hidden-path-7"}  # fmt: skip
-    redactor = Redactor(environ, hostnames=("gpu-box-17.lab.example",), user="",
-                        home=str(tmp_path / "link"))  # fmt: skip
+    redactor = alone(environ, home=tmp_path / "link", hosts=("gpu-box-17.lab.example",))
     said = redactor.text("gpu-box-17.lab.example gpu-box-17 version 203.0.113.9 version "
                          "203.0.113.8 https://ci.example.com/hidden-path-7")  # fmt: skip
     for private in ("gpu-box", "203.0.113", "hidden-path"):
@@ -177,18 +139,12 @@ def test_what_a_box_is_called_is_found_in_every_form(tmp_path):
         assert redactor.text(f"at {tmp_path / name}/x.py") == "at ~/x.py"
 
 
-def test_a_name_that_stays_private_fails_the_gate(tmp_path, redactor, monkeypatch):
-    (tmp_path / "alice.txt").write_text("fine\n")
-    monkeypatch.setattr("pathlib.Path.rename", lambda self, target: None)
-    assert gate(tmp_path, redactor)["gate"] == "failed"
-
-
 def test_a_secret_may_begin_with_a_slash_and_a_path_is_none(tmp_path):
     """One secret key of AWS in 64 begins with it."""
     key, path = "/bPxRfiCYEXAMPLEKEY/K7MDENG", str(tmp_path / "absent" / "key.json")
     environ = {"AWS_SECRET_ACCESS_KEY": key, "SOME_KEY": f"/{key}", "CREDENTIALS": path,
                "SSH_ASKPASS": "/usr/lib/absent"}  # fmt: skip
-    redactor = Redactor(environ, hostnames=(), user="", home="/home/alice")
+    redactor = alone(environ)
     assert key not in redactor.text(f"got {key} and /{key}")
     assert redactor.text(f"{path} /usr/lib/absent") == f"{path} /usr/lib/absent"
 
@@ -200,7 +156,7 @@ OWN = {"MY_TOKEN": "unverifiable-word", "USER": "max", "HOSTNAME": "median", "X_
 @pytest.fixture
 def common():
     """On a box whose private values are words of the report."""
-    return Redactor(OWN, hostnames=("median",), user="max", home="/home/max")
+    return alone(OWN, "max", "/home/max", ("median",))
 
 
 def test_words_of_our_own_records_stay(common):
@@ -215,8 +171,7 @@ def test_words_of_our_own_records_stay(common):
 
 def test_a_number_or_several_words_of_ours_are_a_secret_all_the_same():
     for secret in ("1_700_000_000", "median required", "duration!"):
-        redactor = Redactor({"MY_PASSWORD": secret}, hostnames=(), user="", home="/home/alice")
-        assert secret not in redactor.text(f"it said {secret}.")
+        assert secret not in alone({"MY_PASSWORD": secret}).text(f"it said {secret}.")
 
 
 @pytest.mark.parametrize(("text", "clean"), [
@@ -243,15 +198,18 @@ def test_opting_out_by_category():
     assert kept.text("203.0.113.7 pod-9f8e7d6c alice") == "203.0.113.7 pod-9f8e7d6c <user>"
 
 
-def test_gate_cleans_an_earlier_run_that_never_had_its_own(tmp_path, redactor):
+def test_gate_cleans_an_earlier_run_that_never_had_its_own_and_removes_pipes(tmp_path, redactor):
     folder = tmp_path / "bundle"
     for run in ("sealed", "killed"):
         (folder / "prev" / run / "logs").mkdir(parents=True)
         (folder / "prev" / run / "logs" / "a.log").write_text("alice")
     (folder / "prev" / "sealed" / "SHA256SUMS").write_text("")
-    assert gate(folder, redactor)["gate"] == "clean"
+    os.mkfifo(folder / "new.csv")
+    outcome = gate(folder, redactor)
+    assert outcome["gate"] == "clean" and outcome["removed"] == ["new.csv"]
     assert (folder / "prev" / "sealed" / "logs" / "a.log").read_text() == "alice"
     assert (folder / "prev" / "killed" / "logs" / "a.log").read_text() == "<user>"
+    assert not (folder / "new.csv").exists()
 
 
 def test_placeholders_in_markup_are_no_tags(tmp_path, redactor):
@@ -270,10 +228,12 @@ def test_placeholders_in_markup_are_no_tags(tmp_path, redactor):
 
 
 def test_gate_fails_closed(tmp_path, redactor, monkeypatch):
-    """A hit that cannot be cleaned is a failed gate, not a shrug."""
+    """A hit that cannot be cleaned, in a text or in a name, is a failed gate, not a shrug."""
     (tmp_path / "a.log").write_text(f"1\n{CANARIES['aws']}\n{CANARIES['npm']}")
     monkeypatch.setattr("scripts.oneshot.record.gate.write_atomic", lambda path, text: None)
-    outcome = gate(tmp_path, redactor)
     hit = {"rule": "token", "file": "a.log", "count": 1}
     findings = [{**hit, "line": line} for line in (2, 3, None)]
-    assert outcome == {"gate": "failed", "findings": findings, "removed": []}
+    assert gate(tmp_path, redactor) == {"gate": "failed", "findings": findings, "removed": []}
+    (tmp_path / "a.log").rename(tmp_path / "alice.txt").write_text("fine\n")
+    monkeypatch.setattr("pathlib.Path.rename", lambda self, target: None)
+    assert gate(tmp_path, redactor)["gate"] == "failed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
@@ -12,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.records import write_csv
+from bench.records import read_csv, write_csv
+from nsa.tests.oneshot_faults import rows_of
 from nsa.tests.oneshot_samples import bench_row, raw_times
 from scripts.oneshot.box import cards
 from scripts.oneshot.record.journal import Ballast, utc_now
@@ -43,18 +43,13 @@ def half_run(tmp_path):
 def test_a_render_that_was_cut_short_says_which_report_is_there(half_run, monkeypatch, full):
     (half_run.folder / "report.md").write_text("short\n")
 
-    class Child:
-        returncode, pid = 1, 0
+    def begin(*_args, stderr, **_):
+        stderr.write("Killed\n")
+        if full:
+            (half_run.folder / "report.md").write_text("full\n")
+        return SimpleNamespace(returncode=1, pid=0, poll=lambda: 1)
 
-        def __init__(self, *_args, stderr, **_):
-            stderr.write("Killed\n")
-            if full:
-                (half_run.folder / "report.md").write_text("full\n")
-
-        def poll(self):
-            return 1
-
-    monkeypatch.setattr(runner.subprocess, "Popen", Child)
+    monkeypatch.setattr(runner.subprocess, "Popen", begin)
     half_run._render(1.0)
     text = "\n".join(half_run.said)
     assert ("report.md is full" in text) is full and ("the short one" in text) is not full
@@ -67,20 +62,17 @@ def test_sources_that_cannot_be_looked_at_again_cost_nothing(half_run, monkeypat
     def vanished(*_):
         raise OSError("the tree is gone")
 
-    monkeypatch.setattr(runner.checkout, "git_facts", vanished)
-    half_run._look_at_sources_again(1.0)
-    unknown = {"commit": None, "problem": "no git"}
-    monkeypatch.setattr(runner.checkout, "git_facts", lambda *_: unknown)
-    half_run._look_at_sources_again(1.0)
+    for facts in (vanished, lambda *_: {"commit": None, "problem": "no git"}):
+        monkeypatch.setattr(runner.checkout, "git_facts", facts)
+        half_run._look_at_sources_again(1.0)
 
 
 def times(profile):
     """The seconds that each stage took in the runs of a profile that are kept."""
     took = {}
-    with open(stages.ROOT / "bench" / "results" / "stage_seconds.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            if row["profile"] == profile:
-                took.setdefault(row["stage"], []).append(float(row["seconds"]))
+    for row in read_csv(stages.ROOT / "bench" / "results" / "stage_seconds.csv"):
+        if row["profile"] == profile:
+            took.setdefault(row["stage"], []).append(float(row["seconds"]))
     return took
 
 
@@ -164,15 +156,8 @@ def pytest_runtest_logreport(report):
 def test_an_early_exit_with_code_0_is_no_pass(tmp_path):
     (tmp_path / "dies.py").write_text(DIES)
     argv = "-m pytest -q nsa/tests/test_blocks.py -p no:cacheprovider -p dies".split()
-    env = {k: v for k, v in os.environ.items() if k != "PYTEST_XDIST_WORKER"}
-    read, write = os.pipe()
-    done = subprocess.run(
-        [sys.executable, *argv], cwd=stages.ROOT, pass_fds=[write], capture_output=True,
-        env={**env, "NSA_RESULT_FD": str(write), "PYTHONPATH": os.fspath(tmp_path)},
-    )  # fmt: skip
-    os.close(write)
-    with open(read) as pipe:
-        rows = [parse_row(line) for line in pipe]
+    done, rows = rows_of(argv, PYTHONPATH=os.fspath(tmp_path))
+    rows = [parse_row(json.dumps(row)) for row in rows]
     assert done.returncode == 0 and sum(r["kind"] == "test" for r in rows) == 1
     said = judge(Stage("s", "s", ("{python}", *argv), proof="tests", timeout_s=1), 0, rows)
     assert said.status is Status.CRASH and "announced tests reported" in said.reason
@@ -188,7 +173,7 @@ def planned(name):
 @pytest.fixture
 def resumed(half_run):
     """`resumed(stage, rows, files)`: what a run takes over of a PASS that left these."""
-    half_run.git, half_run.events = {"commit": "a", "short": "a"}, []
+    half_run.git, half_run.events = COMMIT, []
     half_run.record = RunRecord(env_fingerprint="f")
     half_run.ballast = Ballast(half_run.folder)
     half_run.progress.begin = lambda stage: None
@@ -269,29 +254,26 @@ def test_rows_that_do_not_verify_are_not_taken_over(resumed, half_run):
 
 
 LONG_AGO = "2025-11-21T01:34:55.000Z"
+COMMIT = {"commit": "a", "short": "a"}
 
 
-@pytest.mark.parametrize(
-    ("of_stage", "of_run", "taken"),
-    [
-        ({}, {}, True),
-        ({"argv": ("{python}", "other.py")}, {}, False),
-        ({"env": {"NSA_USE_FA2": "1"}}, {}, False),
-        ({"status": Status.FAIL, "reason": "x"}, {}, False),
-        ({"status": Status.TIMEOUT, "reason": "x"}, {}, False),
-        ({"started": LONG_AGO}, {}, False),  # taken over by yesterday's run already
-        ({"started": LONG_AGO}, {"started": utc_now()}, False),
-        ({"started": None}, {"started": utc_now()}, True),
-        ({"started": None}, {"started": None}, False),
-        ({"started": "2999-01-01T00:00:00.000Z"}, {}, False),  # nothing is that fresh
-        ({}, {"env_fingerprint": "another box"}, False),
-        ({}, {"git": {"commit": "b", "short": "b"}}, False),
-        ({}, {"git": {"commit": "a", "short": "a", "diff_sha256": "c0ffee"}}, False),
-        ({}, {"git": {"commit": "a", "short": "a", "source_sha256": "c0ffee"}}, False),
-        ({}, {"git": {"commit": "a", "short": "a", "changed_during_run": True}}, False),
-        ({"resumed_from": "the first"}, {}, True),
-    ],
-)
+@pytest.mark.parametrize(("of_stage", "of_run", "taken"), [
+    ({}, {}, True), ({"resumed_from": "the first"}, {}, True),
+    ({"started": None}, {"started": utc_now()}, True),
+    *((changes, {}, False) for changes in (
+        {"argv": ("{python}", "other.py")}, {"env": {"NSA_USE_FA2": "1"}},
+        {"status": Status.FAIL, "reason": "x"}, {"status": Status.TIMEOUT, "reason": "x"},
+        {"started": LONG_AGO},  # taken over by yesterday's run already
+        {"started": "2999-01-01T00:00:00.000Z"},  # nothing is that fresh
+    )),
+    ({"started": LONG_AGO}, {"started": utc_now()}, False),
+    ({"started": None}, {"started": None}, False),
+    *(({}, changes, False) for changes in (
+        {"env_fingerprint": "another box"}, {"git": {"commit": "b", "short": "b"}},
+        *({"git": {**COMMIT, name: "c0ffee"}} for name in ("diff_sha256", "source_sha256")),
+        {"git": {**COMMIT, "changed_during_run": True}},
+    )),
+])  # fmt: skip
 def test_only_the_same_question_on_the_same_box_is_taken_over(
     resumed, half_run, of_stage, of_run, taken
 ):

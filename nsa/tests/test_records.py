@@ -1,4 +1,5 @@
-"""Rows that claim too much cannot be built; CSV and the result channel keep what they are given."""
+"""Rows that claim too much cannot be built; CSV and the result channel keep what they are given; a
+stage's seconds count once each, and none is taken for a result."""
 
 from __future__ import annotations
 
@@ -10,17 +11,19 @@ import re
 import pytest
 import torch
 
-from bench import provenance
+from bench import provenance, spent
 from bench.records import (
     BenchRow,
     emit,
-    path_agrees,
     read_csv,
     write_atomic,
     write_csv,
     write_so_far,
 )
 from nsa.tests.helpers import sent
+from nsa.tests.oneshot_faults import rows_of
+from scripts.oneshot.record.judge import Status, judge
+from scripts.oneshot.record.model import Stage
 from scripts.oneshot.record.rows import parse_row
 
 GOOD = {
@@ -66,16 +69,13 @@ POSSIBLE = [
 
 @pytest.mark.parametrize("changes, says", TOO_MUCH + IMPOSSIBLE)
 def test_a_row_that_claims_too_much_is_refused(changes, says):
+    """Times that cannot be also where a row is read: by the runner, verify, compare and resume."""
     with pytest.raises(ValueError, match=says):
         BenchRow(**{**GOOD, **changes})
-
-
-@pytest.mark.parametrize("changes, says", IMPOSSIBLE)
-def test_times_that_cannot_be_are_told_where_a_row_is_read(changes, says):
-    """By the runner, verify, compare and resume."""
-    held = parse_row(json.dumps({"kind": "bench", **GOOD, **changes}))
-    assert held["status"] == "INVALID" and held["median_us"] is None
-    assert any(says in text for text in held["why"])
+    if (changes, says) in IMPOSSIBLE:
+        held = parse_row(json.dumps({"kind": "bench", **GOOD, **changes}))
+        assert held["status"] == "INVALID" and held["median_us"] is None
+        assert any(says in text for text in held["why"])
 
 
 @pytest.mark.parametrize("changes", POSSIBLE)
@@ -96,17 +96,21 @@ def test_emit_writes_one_json_line_without_nan(monkeypatch):
     emit("note", {"text": object()})  # nobody listens
 
 
-def test_csv_comes_back_and_one_that_was_cut_does_not(tmp_path):
+def test_csv_comes_back_and_one_that_was_cut_does_not(tmp_path, capsys):
     rows = [{"a": 1, "b": math.nan, "c": "x,y"}, {"a": 2.5, "b": None, "c": '"q"'}]
     write_csv(str(tmp_path / "deep" / "f.csv"), rows, ["a", "b", "c"])
     assert read_csv(tmp_path / "deep" / "f.csv") == [
         {"a": "1", "b": "", "c": "x,y"}, {"a": "2.5", "b": "", "c": '"q"'}
     ]  # fmt: skip
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["f.csv"]
-    for text, says in (("a,b\n1,2\n3\n", "cut.csv:3"), ("", "header")):
-        (tmp_path / "cut.csv").write_text(text)
+    path = tmp_path / "rows.csv"
+    for text, says in (("a,b\n1,2\n3\n", "rows.csv:3"), ("", "header")):
+        path.write_text(text)
         with pytest.raises(ValueError, match=says):
-            read_csv(tmp_path / "cut.csv")
+            read_csv(path)
+    for target in (str(path), "-", None):  # so far: stdout gets them at the end
+        write_so_far(target, [{"a": 1}], ("a",))
+    assert read_csv(path) == [{"a": "1"}] and capsys.readouterr().out == ""
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -122,13 +126,12 @@ def test_rows_of_a_run_name_its_commit(tmp_path, monkeypatch):
     """A box may have the sources without git: the run was told the commit, its benches ask it."""
     git = {"short": "c01d9ee", "dirty": True}
     (tmp_path / "bundle.json").write_text(json.dumps({"git": git}))
-    monkeypatch.setenv("NSA_OUT_DIR", str(tmp_path))
-    provenance.commit.cache_clear()
-    assert provenance.provenance(None)["commit"] == "c01d9ee-dirty"
-    monkeypatch.delenv("NSA_OUT_DIR")
-    monkeypatch.setenv("NSA_COMMIT", "ab" * 20)
-    provenance.commit.cache_clear()
-    assert provenance.provenance(None)["commit"] == "abababa"
+    for name, value, commit in (("NSA_OUT_DIR", str(tmp_path), "c01d9ee-dirty"),
+                                ("NSA_COMMIT", "ab" * 20, "abababa")):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            provenance.commit.cache_clear()
+            assert provenance.provenance(None)["commit"] == commit
     provenance.commit.cache_clear()
 
 
@@ -148,11 +151,9 @@ def test_a_row_says_the_precision_that_its_bench_fixed():
 
 
 def test_a_row_as_csv_and_for_people():
-    numbers = {
-        "ci95_us": (4.9, 5.2), "base_median_us": 10.0, "wall_us": 7.0, "base_wall_us": 11.0,
-        "speedup": 2.0, "speedup_ci95": (1.9, 2.1), "baseline": "plain", "peak_frac": 0.5,
-        "bound": "memory", "sm_mhz": [1500, 1980], "columns": {"L": 64},
-    }  # fmt: skip
+    numbers = dict(ci95_us=(4.9, 5.2), base_median_us=10.0, wall_us=7.0, base_wall_us=11.0,
+                   speedup=2.0, speedup_ci95=(1.9, 2.1), baseline="plain", peak_frac=0.5,
+                   bound="memory", sm_mhz=[1500, 1980], columns={"L": 64})  # fmt: skip
     row = BenchRow(**{**GOOD, **numbers})
     flat, line = row.csv(), row.line()
     times = [flat[n] for n in ("ms", "ms_low", "ms_high", "base_ms", "wall_ms", "base_wall_ms")]
@@ -165,17 +166,24 @@ def test_a_row_as_csv_and_for_people():
     assert lost.line().endswith("SKIPPED: out of memory")
 
 
-def test_rows_so_far_are_on_disk_before_the_end_and_stdout_gets_them_once(tmp_path, capsys):
-    path = tmp_path / "rows.csv"
-    write_so_far(str(path), [{"a": 1}], ("a",))
-    assert read_csv(path) == [{"a": "1"}]
-    write_so_far("-", [{"a": 1}], ("a",))
-    write_so_far(None, [{"a": 1}], ("a",))
-    assert capsys.readouterr().out == ""
+def test_each_second_counts_once(monkeypatch):
+    monkeypatch.setattr(spent, "_seconds", spent.Counter())
+    now = 0.0
+    monkeypatch.setattr(spent.time, "perf_counter", lambda: now)
+    with spent.on("timing"):
+        now += 0.05
+        with spent.on("proof"):
+            now += 0.2
+            with spent.on("timing"):
+                now += 0.05
+    assert spent._seconds["proof"] == pytest.approx(0.2)
+    assert spent._seconds["timing"] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("taken", ["triton_dense_sdpa", "triton_sdpa_dense", "triton_", "sdpa"])
-def test_one_known_word_makes_no_variant(taken):
-    assert not path_agrees("triton", taken)
-    assert path_agrees("triton", "triton_dense_group") and path_agrees("triton", "triton")
-    assert not path_agrees("sdpa", "sdpa_dense")  # which has no variants
+def test_a_process_tells_its_seconds_when_it_ends_and_they_prove_nothing():
+    code = "import time; time.sleep(0.3); from bench import spent; spent.begin(); spent.begin()"
+    _, rows = rows_of(["-c", code])
+    assert [row["name"] for row in rows] == ["seconds/start"] and 0.3 < rows[0]["value"] < 60
+    stage = Stage("s", "s", ("x",), proof="row", timeout_s=1)
+    assert judge(stage, 0, rows).reason == "exit code 0, but no result was sent"
+    assert judge(stage, 0, [*rows, {**rows[0], "name": "speed"}]).status is Status.PASS
