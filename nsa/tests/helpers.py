@@ -226,6 +226,13 @@ def deterministic(on: bool = True) -> Iterator[None]:
             torch.use_deterministic_algorithms(before)
 
 
+def assert_finite(**tensors: Tensor) -> None:
+    """Fail and name the tensor that holds NaN or infinity."""
+    for name, x in tensors.items():
+        bad = ~x.isfinite()
+        assert not bad.any(), f"{name} is not finite at {bad.nonzero()[0].tolist()}"
+
+
 def assert_raises(*cases: tuple[type[BaseException], str, Callable[[], object]]) -> None:
     """Each call of (error, words, call) raises such an error with such words."""
     import pytest
