@@ -106,12 +106,17 @@ class CacheRows:
         first = max(0, self.length - T - (self.sizes["window"] - 1))
         return self._between("win", first, self.length)
 
+    def _put(self, name: str, positions: Tensor, x: Tensor, here: Tensor | None = None) -> None:
+        """Store x [B, n, G, D] in the cache `name` at positions [B, n], or where `here` is true."""
+        cache = fp8.as_bytes(getattr(self, name)).flatten(0, 1)
+        x = fp8.as_bytes(self._stored(name, x)).flatten(0, 1)
+        at = self._rows_at(name, positions).flatten()
+        cache.index_copy_(0, at, x if here is None else torch.where(here, x, cache[at]))
+
     def _write(self, new: Mapping[str, Tensor], positions: Tensor) -> None:
         """Store x [B, T, G, D], by the names of their caches, at positions [B, T]."""
         for name, x in new.items():
-            cache = fp8.as_bytes(getattr(self, name)).flatten(0, 1)
-            x = fp8.as_bytes(self._stored(name, x)).flatten(0, 1)
-            cache.index_copy_(0, self._rows_at(name, positions).flatten(), x)
+            self._put(name, positions, x)
 
     def _emit(
         self, after: Tensor, T: int, most: int, made: tuple[Tensor | Phi, Tensor | Phi]
@@ -143,7 +148,4 @@ class CacheRows:
                 x = x.unflatten(0, due.shape)[:, :, 0]
             new.append((f"{kind}_cmp", x))
         for name, x in new:
-            cache = fp8.as_bytes(getattr(self, name)).flatten(0, 1)
-            x = fp8.as_bytes(self._stored(name, x)).flatten(0, 1)
-            at = self._rows_at(name, place).flatten()
-            cache.index_copy_(0, at, torch.where(due_now, x, cache[at]))
+            self._put(name, place, x, due_now)
