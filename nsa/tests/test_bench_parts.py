@@ -19,6 +19,7 @@ from bench import bench_peers as PEERS
 from bench import bench_prefill as PREFILL
 from bench import bench_sel_triton as SEL
 from bench import health
+from bench.cases import truths
 from bench.device import Ceilings, Gpu, ceilings
 from bench.parity import never_launched
 from bench.prefill_inputs import DOCUMENT, NOISE, Pack, Prefill, Projections, distinct_blocks
@@ -431,6 +432,13 @@ def test_measured_ceilings_are_those_of_this_card(tmp_path):
 ])  # fmt: skip
 def test_a_tensor_peak_is_of_that_card_and_no_namesake(name, peak):
     assert card(name).tensor_tflops == peak
+
+
+def test_a_result_is_exact_in_fp64_and_compared_with_one_of_its_own_dtype():
+    both = truths(lambda dtype: torch.ones(1, dtype=dtype), torch.float16)
+    assert {name: make().dtype for name, make in both.items()} == {
+        "oracle": torch.float64, "same_dtype": torch.float16
+    }  # fmt: skip
 
 
 def test_what_a_card_says_is_in_the_units_it_says():

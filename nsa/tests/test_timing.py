@@ -576,6 +576,14 @@ def test_the_freed_memory_is_poisoned_ahead_of_every_checked_call(monkeypatch):
     assert timed(case).status == "VALID" and seen.count([(64, 32), (9, 32)]) == 2
 
 
+def test_what_is_left_in_freed_memory_is_nan(monkeypatch):
+    made, real = [], torch.full_like
+    monkeypatch.setattr(torch, "full_like", lambda *how: made.append(real(*how)) or made[-1])
+    proof.poison((torch.zeros(3), torch.zeros(2, 2).half(), torch.zeros(2, dtype=torch.int32)))
+    assert [x.shape for x in made] == 3 * [(3,)] + 3 * [(2, 2)]
+    assert all(x.isnan().all() for x in made)
+
+
 # ---- statistics ----------------------------------------------------------------------------------
 
 
