@@ -54,12 +54,23 @@ SPILLS: dict[str, dict[tuple[int | None, int | None], int]] = {
     "_span_fwd_kernel": {(256, 16): 56},
     "_span_pair_fwd_hopper_kernel": {(None, None): 112},
 }  # fmt: skip
-# And more where Triton is 3.8, whose register allocation is worse.
-SPILLS_3_8 = {
-    "_block_attn_bwd_dkdv_kernel": 568, "_block_attn_bwd_hopper_kernel": 56,
-    "_block_attn_outer_kernel": 112, "_decode_phi_outer_kernel": 1008,
-    "_sel_attn_fwd_ranges_kernel": 264, "_span_bwd_dkdv_kernel": 344,
-    "_union_attn_bwd_dq_kernel": 224, "_union_attn_fwd_kernel": 40,
+# And more with later releases of Triton, whose registers are allocated worse.
+SPILLS_LATER = {
+    "3.8.": {
+        "_block_attn_bwd_dkdv_kernel": 568, "_block_attn_bwd_hopper_kernel": 56,
+        "_block_attn_outer_kernel": 112, "_decode_phi_outer_kernel": 1008,
+        "_sel_attn_fwd_ranges_kernel": 264, "_span_bwd_dkdv_kernel": 344,
+        "_union_attn_bwd_dq_kernel": 224, "_union_attn_fwd_kernel": 40,
+    },
+    "3.9.": {
+        "_block_attn_bwd_dkdv_kernel": 488, "_block_attn_dq_anew_kernel": 64,
+        "_block_attn_fwd_hopper_kernel": 112, "_block_attn_fwd_kernel": 88,
+        "_block_attn_outer_kernel": 64, "_block_score_hopper_kernel": 88,
+        "_decode_phi_outer_kernel": 1280, "_decode_scan_kernel": 272,
+        "_span_bwd_dkdv_kernel": 248, "_span_bwd_hopper_kernel": 168,
+        "_span_fwd_hopper_kernel": 112, "_span_pair_fwd_hopper_kernel": 128,
+        "_union_attn_fwd_kernel": 64,
+    },
 }  # fmt: skip
 # Kernels whose warps go ways of their own: no barrier of all of them may stand behind the parting.
 PARTING = (
@@ -98,9 +109,8 @@ class AotCase:
 
         sizes = self.constexprs.get("D"), self.constexprs.get("HEADS")
         most = SPILLS.get(self.kernel.__name__, {}).get(sizes, 32)
-        if triton.__version__.startswith("3.8."):
-            most = max(most, SPILLS_3_8.get(self.kernel.__name__, 0))
-        return most
+        later = SPILLS_LATER.get(triton.__version__[:4], {})
+        return max(most, later.get(self.kernel.__name__, 0))
 
     @property
     def parting(self) -> str | None:
