@@ -293,8 +293,8 @@ def _poisoned(make):
                 if tensor.is_floating_point():
                     tensor.fill_(float("nan"))
                 elif tensor.dtype in (torch.int32, torch.int64):
-                    # Below 0 is no block, which hides one that nobody wrote. A GPU's kernels may
-                    # read what they then leave alone, as an address.
+                    # A block below 0 is none, which would hide that nobody wrote it. On a GPU the
+                    # kernels were run with ints below 0 alone.
                     tensor.fill_(-(2**30) if tensor.is_cuda else 2**30)
                 elif tensor.dtype is torch.uint8:  # a workspace: NaN, or -1
                     tensor.fill_(255)
