@@ -3,6 +3,8 @@
 Standard library only. A row that would claim a number without its proof cannot be built.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import csv
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -210,38 +213,104 @@ def claimed(row: Mapping[str, Any]) -> list[str]:
     return [name for name in NUMBERS if row.get(name) is not None]
 
 
-class _Row:
+@dataclass(frozen=True)
+class BenchRow:
     """One timed case. VALID and UNSTABLE rows have numbers and their proof; the others have `why`.
+
     Times in microseconds; speedup is baseline over candidate, so more than 1 is faster. `columns`
-    holds what one bench adds (L, dist, S, ...). Raises ValueError for a row that claims too
-    much."""
+    holds what one bench adds (L, dist, S, ...). Raises ValueError for a row that claims too much.
+    """
+
+    bench: str
+    case: str
+    status: str
+    why: Sequence[str] = ()
+    candidate: str | None = None
+    baseline: str | None = None
+    path_requested: str | None = None
+    path_taken: str | None = None
+    parity: Mapping[str, Any] | None = None
+    cache: str | None = None  # cold | warm
+    timer: str | None = None
+    order: str | None = None
+    n: int | None = None
+    pairs: int | None = None
+    outliers: int | None = None
+    median_us: float | None = None
+    p20_us: float | None = None
+    p80_us: float | None = None
+    p95_us: float | None = None
+    min_us: float | None = None
+    ci95_us: Sequence[float] | None = None
+    base_median_us: float | None = None
+    base_ci95_us: Sequence[float] | None = None
+    wall_us: float | None = None  # per call as a host sees it that calls back to back
+    base_wall_us: float | None = None
+    # Of a call until the host is free again; None where wall_us is of other calls than the median.
+    enqueue_us: float | None = None
+    base_enqueue_us: float | None = None
+    wall_min_us: float | None = None  # of the fastest round, where others use the host as well
+    base_wall_min_us: float | None = None
+    timed_us: float | None = None  # all that the clock said of the sampled calls
+    elapsed_us: float | None = None  # by another counter of the host, meanwhile
+    judged: int | None = None  # sampled calls, drawn at random, whose output was judged
+    draw: int | None = None  # seed of that, and of the inputs of every sample
+    wall_speedup: float | None = None
+    wall_speedup_ci95: Sequence[float] | None = None
+    first_call_ms: float | None = None
+    speedup: float | None = None
+    speedup_ci95: Sequence[float] | None = None
+    launch_bound: bool | None = None  # the host is what takes the time; None on the host's clock
+    batches: int | None = None
+    gap_batches: int | None = None  # batches whose times hold gaps that the host left
+    bytes: int | None = None
+    flops: int | None = None
+    gbs: float | None = None
+    tflops: float | None = None
+    bound: str | None = None  # memory | compute: which ceiling is nearer
+    peak_frac: float | None = None
+    base_ran: str | None = None  # the attention operators of a call of the baseline
+    base_gbs: float | None = None
+    base_tflops: float | None = None
+    base_bound: str | None = None
+    base_peak_frac: float | None = None
+    sm_mhz: Sequence[int] | None = None  # lowest and highest
+    sm_mhz_median: float | None = None
+    power_w: float | None = None
+    reasons: Sequence[str] = ()
+    stop: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.status not in BENCH_STATUSES:
             raise ValueError(f"status must be one of {BENCH_STATUSES}, got {self.status!r}")
-        wrong = None
         if self.status in NUMBERED:
-            wrong = "; ".join(unproven(vars(self)))
-            if not wrong and self.speedup is not None and self.speedup_ci95 is None:
-                wrong = "a speedup needs its confidence interval"
-        elif numbers := claimed({**self.columns, **vars(self)}):
-            wrong = f"a {self.status} row has no numbers, got {', '.join(numbers)}"
+            if wrong := unproven(vars(self)):
+                raise ValueError(f"{self.case}: {'; '.join(wrong)}")
+            if self.speedup is not None and self.speedup_ci95 is None:
+                raise ValueError(f"{self.case}: a speedup needs its confidence interval")
         if self.status != "VALID" and not self.why:
-            wrong = f"status {self.status} needs a reason in `why`"
-        if clash := set(self.columns) & set(FIELDS):
-            wrong = f"columns repeat {', '.join(sorted(clash))}"
-        if wrong:
-            raise ValueError(f"{self.case}: {wrong}")
+            raise ValueError(f"{self.case}: status {self.status} needs a reason in `why`")
+        if self.status not in NUMBERED:
+            if numbers := claimed({**self.columns, **vars(self)}):
+                raise ValueError(
+                    f"{self.case}: a {self.status} row has no numbers, got {', '.join(numbers)}"
+                )
+        clash = set(self.columns) & {f.name for f in dataclasses.fields(self)}
+        if clash:
+            raise ValueError(f"{self.case}: columns repeat {', '.join(sorted(clash))}")
 
     def record(self) -> dict[str, Any]:
         """The row as it goes to the runner."""
-        row = {name: getattr(self, name) for name in FIELDS}
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {**_plain(row.pop("columns")), **_plain(row)}
 
     def csv(self) -> dict[str, Any]:
-        """The row as CSV wants it: times in ms, intervals in columns of their own, one `why`. ms
-        [ms_low, ms_high], base_ms, wall_ms, base_wall_ms; speedup [ci_low, ci_high], wall_speedup
-        [wall_low, wall_high]; parity, mae, max_abs."""
+        """The row as CSV wants it: times in ms, intervals in columns of their own, one `why`.
+
+        ms [ms_low, ms_high], base_ms, wall_ms, base_wall_ms; speedup [ci_low, ci_high],
+        wall_speedup [wall_low, wall_high]; parity, mae, max_abs.
+        """
         ms = lambda us: None if us is None else us / 1e3
         low, high = self.ci95_us or (None, None)
         slow, fast = self.speedup_ci95 or (None, None)
@@ -271,37 +340,10 @@ class _Row:
             text += f"  {self.peak_frac:4.0%} of {self.bound}"
         return text + ("" if self.status == "VALID" else f"  {self.status}: {why}")
 
-    def emit(self) -> "BenchRow":
+    def emit(self) -> BenchRow:
         """Send the row to the runner; returns it."""
         emit("bench", self.record())
         return self
-
-
-# What a row has, in this order; None, or empty, unless given.
-# wall: per call as a host sees it that calls back to back; wall_min: of the fastest round, where
-# others use the host as well. enqueue: of a call until the host is free again; None where wall is
-# of other calls than the median. timed: all that the clock said of the sampled calls; elapsed: by
-# another counter of the host, meanwhile. judged: sampled calls, drawn at random, whose output was
-# judged; draw: the seed of that, and of the inputs of every sample. cache: cold or warm.
-# launch_bound: the host is what takes the time; None on the host's clock. gap_batches: batches
-# whose times hold gaps that the host left. bound: memory or compute, which ceiling is nearer.
-# base_ran: the attention operators of a call of the baseline. sm_mhz: lowest and highest.
-FIELDS = (
-    "bench", "case", "status", "why", "candidate", "baseline", "path_requested", "path_taken",
-    "parity", "cache", "timer", "order", "n", "pairs", "outliers", "median_us", "p20_us", "p80_us",
-    "p95_us", "min_us", "ci95_us", "base_median_us", "base_ci95_us", "wall_us", "base_wall_us",
-    "enqueue_us", "base_enqueue_us", "wall_min_us", "base_wall_min_us", "timed_us", "elapsed_us",
-    "judged", "draw", "wall_speedup", "wall_speedup_ci95", "first_call_ms", "speedup",
-    "speedup_ci95", "launch_bound", "batches", "gap_batches", "bytes", "flops", "gbs", "tflops",
-    "bound", "peak_frac", "base_ran", "base_gbs", "base_tflops", "base_bound", "base_peak_frac",
-    "sm_mhz", "sm_mhz_median", "power_w", "reasons", "stop", "columns",
-)  # fmt: skip
-_DEFAULTS = dict.fromkeys(FIELDS[3:]) | {"why": (), "reasons": ()}
-BenchRow: Any = dataclasses.make_dataclass(
-    "BenchRow", [*FIELDS[:3], *((name, Any, _DEFAULTS[name]) for name in FIELDS[3:-1]),
-                 ("columns", Mapping, dataclasses.field(default_factory=dict))],
-    bases=(_Row,), frozen=True,
-)  # fmt: skip
 
 
 def csv_target(text: str) -> str:
