@@ -201,8 +201,8 @@ def engine(
 
 
 def by_vllm(llms: list[Any], ids: Tensor, new: int) -> Run:
-    """Of the logits vLLM tells the TOP largest. They and the texts are of a third run, since
-    handing logits out costs time."""
+    """Return the texts and their TOP largest logits, which vLLM tells. A third run gives both,
+    since handing logits out costs time."""
     from vllm import SamplingParams
 
     prompts: Any = [{"prompt_token_ids": x} for x in ids.tolist()]

@@ -392,8 +392,8 @@ class Step:
         return oracle.gated_sum(self.gates, *(self.truth(b, chosen) for b in BRANCHES))
 
     def plain(self, branch: str, chosen: Tensor, i: int | None = None) -> Tensor:
-        """The same branch as PyTorch computes it in the inputs' dtype; of new token i alone
-        [B, 1, HQ, Dv], or of all."""
+        """Compute the branch in PyTorch, in the inputs' dtype, for all new tokens or for token i
+        alone: [B, 1, HQ, Dv]."""
         if i is None:
             return torch.cat([self.plain(branch, chosen, i) for i in range(self.T)], 1)
         c, q, n = self.config, self.q[:, i : i + 1], self.S - self.T + 1 + i

@@ -14,6 +14,7 @@ and options; Triton's release.
 PTX has changed, so that a commit which changes kernels says so. `make test-all` compiles all.
 """
 
+import contextlib
 import gc
 import inspect
 import json
@@ -142,14 +143,15 @@ def compiled(arch: int) -> tuple[dict[str, list], list[str]]:
     # garbage, which the compiler's many objects would set off one after the other.
     gc.disable()
     with (
+        contextlib.ExitStack() as after,
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder),
     ):
+        after.callback(gc.enable)
         cases = launched.configurations(arch)
         found, bad = compile_cases(cases, arch, kernels)
         new = {c.name for c in cases if known_entry(kernels, c, arch) is None}
         ones = lower_with_ones(cases, new) if arch == 90 else {}
-    gc.enable()
     bad += [f"sm_90 {name} with {why}" for name, why in ones.items()]
     return found, bad
 

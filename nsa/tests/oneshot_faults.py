@@ -28,7 +28,8 @@ OUT = Path(os.environ.get("NSA_OUT_DIR", "."))  # of a stage
 sys.path.insert(0, str(ROOT))  # run by path, uninstalled
 
 # Secrets by name, their private part in double braces: what must not be found in a bundle. "·" is
-# left out; it keeps scanners from taking this file for a leak.
+# left out; it keeps scanners from taking this file for a leak. None of them is real: the redaction
+# test plants them (XXXX.. is part of such a secret, and no unfinished text).
 _CANARIES = r"""
 github {{ghp_·a1B2c3D4e5a1B2c3D4e5a1B2c3D4e5a1B2c3D4e5}}
 github_fine {{github_pat_·11ABCDEFG011ABCDEFG011ABCDEFG011ABCDEFG011ABCDEFG0}}

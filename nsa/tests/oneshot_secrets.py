@@ -18,7 +18,7 @@ _random = random.Random(34)
 
 
 def _drawn(match: re.Match[str]) -> str:
-    """As many characters of an alphabet as asked for, one of each of its kinds among the first."""
+    """Return n characters of an alphabet; the first ones are one of each of its kinds."""
     alphabet, n = _ALPHABETS[match[1]], int(match[2])
     kinds = [[c for c in group if c in alphabet]
              for group in (DIGITS, string.ascii_lowercase, string.ascii_uppercase)]  # fmt: skip

@@ -35,8 +35,8 @@ SELECT = """
                                              softmax_scale=scale)[0]
 
 """
-# What others give for selection by blocks: of a paged cache as vLLM's kernels for MiniMax-M3, and
-# of whole blocks, with the keys behind a query, as cuDNN's frontend.
+# These stand in for two peers: vLLM's kernels for MiniMax-M3 attend over a paged cache, and cuDNN's
+# frontend attends to whole blocks, with the keys behind a query.
 OTHERS = """
     SPARSE_BLOCK_SIZE = 128
 

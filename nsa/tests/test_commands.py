@@ -141,7 +141,7 @@ def test_options_go_by_hyphens_and_by_underscores(given, capsys):
 
 
 def python(*argv, cwd=None, **env):
-    """What Python prints, which ends well."""
+    """Run Python, which must succeed, and return what it prints."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     env.pop("TRITON_INTERPRET", None)
     how = dict(capture_output=True, text=True, timeout=900)
@@ -182,7 +182,7 @@ def test_a_dense_model_goes_on_with_nsa():
 
 # ---- a kernel of the Kernel Hub ------------------------------------------------------------------
 
-# As the package `kernels` imports it, which need not be installed.
+# This imports the kernel as the package `kernels` does, which need not be installed.
 LOAD = """
 import importlib.util, json, sys
 from pathlib import Path

@@ -32,7 +32,8 @@ def layer(request):
 
 
 def decode(module, x, split, steps, **kw):
-    """What a prompt of `split` tokens and steps of so many in turn give, and the cache."""
+    """Return the outputs of a prompt of `split` tokens and of steps of these sizes in turn, and
+    the cache."""
     cache, sizes = module.make_cache(x.shape[0], S, **kw), itertools.cycle(steps)
     parts = [module.prefill(x[:, :split], cache)] if split else []
     while len(cache) < x.shape[1]:
