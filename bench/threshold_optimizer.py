@@ -252,53 +252,64 @@ def propose_config(
     text: str, device: str, settings: Mapping[str, Any], comment: str | None = None
 ) -> str:
     """YAML `text` with `runtime.devices.<device>` given these settings; every other line stays.
+
     comment stands behind the first setting written. A threshold takes a `use_triton_sel: false`
     away that earlier releases wrote. Raises ValueError when the file has no `runtime.devices` in
-    the layout that it ships with: there a device's name stands at four spaces, its settings at
-    six."""
+    the layout that it ships with.
+    """
     try:
         expected = yaml.safe_load(text)
         devices = expected["runtime"]["devices"] or {}
         entry = {**(devices.get(device) or {}), **settings}
+        if "use_triton_sel" not in settings and entry.get("use_triton_sel") is False:
+            del entry["use_triton_sel"]
+        at, mapping = _children(_children(yaml.compose(text))["runtime"][1])["devices"]
     except (KeyError, TypeError, AttributeError, yaml.YAMLError) as e:
         raise ValueError(f"the configuration has no mapping runtime.devices: {e!r}") from e
-    if "use_triton_sel" not in settings and entry.get("use_triton_sel") is False:
-        del entry["use_triton_sel"]
     expected["runtime"]["devices"] = {**devices, device: entry}
 
+    # A device's name stands at four spaces, its settings at six.
     made = lambda indent, pair: indent + yaml.safe_dump(pair, width=1000).strip()
     fresh = [made(" " * 6, {k: v}) for k, v in settings.items()]
     if fresh and comment:
         fresh[0] += f"  # {' '.join(comment.split())}"
     head = made(" " * 4, {device: None}).removesuffix(" null")
-    lines, kept = text.splitlines(), []
+    lines = text.splitlines()
+    lines[at] = re.sub(r"\{\s*\}", "", lines[at]).rstrip()
+    first = end = _line_after(mapping)
+    kept: list[str] = []
+    if device in devices:
+        first, mine = _children(mapping)[device]
+        end, known = _line_after(mine), _children(mine)
+        if mine.flow_style:  # {key: value} on one line
+            kept = [made(" " * 6, {k: v}) for k, v in entry.items() if k not in settings]
+        else:
+            other = {line for k, (line, _) in known.items() if k in settings or k not in entry}
+            kept = [lines[i] for i in range(first + 1, end) if i not in other]
+    lines[first:end] = [head, *kept, *fresh]
+    edited = "\n".join(lines) + "\n"
     try:
-        at = next(i for i, line in enumerate(lines) if line.startswith("  devices:"))
-        lines[at] = re.sub(r"\{\s*\}", "", lines[at]).rstrip()
-        others = (i for i in range(at + 1, len(lines)) if re.match(" {0,3}[^ #]", lines[i]))
-        end = next(others, len(lines))
-        names = [i for i in range(at + 1, end) if re.match(" {4}[^ #]", lines[i])]
-        first = last = 1 + max(i for i in range(at, end) if i == at or lines[i][:4] == " " * 4)
-        for i in names:
-            if device in yaml.safe_load(lines[i]):
-                first, last = i, i + 1
-                while last < end and lines[last][:6] == " " * 6:
-                    last += 1
-                kept = [line for line in lines[first + 1 : last]
-                        if not (key := re.match(r" {6}(\w+):", line))
-                        or (key[1] in entry and key[1] not in settings)]  # fmt: skip
-                if last == first + 1:  # {key: value} on one line
-                    kept = [made(" " * 6, {k: v}) for k, v in entry.items() if k not in settings]
-        lines[first:last] = [head, *kept, *fresh]
-        edited = "\n".join(lines) + "\n"
         same = yaml.safe_load(edited) == expected
-    except (StopIteration, TypeError, yaml.YAMLError):
+    except yaml.YAMLError:
         same = False
     if not same:
         raise ValueError(
             "the configuration's runtime.devices is not in the layout that it ships with"
         )
     return edited
+
+
+def _children(mapping: yaml.Node) -> dict[str, tuple[int, yaml.Node]]:
+    """By the keys of a mapping: the line of the key, and its value."""
+    pairs = mapping.value if isinstance(mapping, yaml.MappingNode) else ()
+    return {key.value: (key.start_mark.line, value) for key, value in pairs}
+
+
+def _line_after(node: yaml.Node) -> int:
+    """The line behind the last one of a value; what stands between it and the next one is none."""
+    while isinstance(node, yaml.MappingNode) and not node.flow_style:
+        node = node.value[-1][1]
+    return node.end_mark.line + 1
 
 
 def _words(answer: Answer, name: str, unit: str = "", baseline: str = "") -> str:
