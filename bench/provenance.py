@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import subprocess
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -63,9 +64,12 @@ def fix_precision() -> str:
 
 def provenance(gpu: Gpu | None) -> dict[str, str | None]:
     """The columns of a row measured on `gpu`, or on the CPU for None; precision is fixed first."""
-    triton = driver = None
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        triton = importlib.metadata.version("triton")
+    driver = None
+    # What compiled the kernels, which need not be what is installed.
+    triton = getattr(sys.modules.get("triton"), "__version__", None)
+    if triton is None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            triton = importlib.metadata.version("triton")
     if gpu is not None and gpu.nvml is not None:
         version = gpu.nvml[0].nvmlSystemGetDriverVersion()
         driver = version.decode() if isinstance(version, bytes) else version

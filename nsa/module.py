@@ -102,7 +102,7 @@ class NSAAttention(nn.Module):
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, BranchKV]:
         """q [.., S, HQ, Dk] and the raw keys and values of the three branches."""
-        if torch.compiler.is_compiling() or transforming():  # the first fuses what PyTorch does
+        if transforming():
             return split_turned(self.qkv(x), positions, self.config)
         return attention.turn_projected(
             self.qkv(x), positions, self.config, backend=self.backend, flags=self.flags

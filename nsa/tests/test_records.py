@@ -7,6 +7,8 @@ import json
 import math
 import os
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +135,12 @@ def test_rows_of_a_run_name_its_commit(tmp_path, monkeypatch):
             provenance.commit.cache_clear()
             assert provenance.provenance(None)["commit"] == commit
     provenance.commit.cache_clear()
+
+
+def test_a_row_names_the_triton_that_was_imported(monkeypatch):
+    """One on PYTHONPATH, say, and not the one that is installed."""
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="9.9.9"))
+    assert provenance.provenance(None)["triton"] == "9.9.9"
 
 
 def test_a_row_says_the_precision_that_its_bench_fixed():

@@ -140,13 +140,17 @@ def test_without_a_gpu_pytorch_does_it():
         attention.turn_projected(qkv.double(), at, SMALL, backend="triton", flags=TRITON)
 
 
-def test_compiled_projections_are_left_to_the_compiler(monkeypatch):
-    """It fuses what PyTorch does; a kernel in between would only be in its way."""
-    layer, x, at = NSAAttention(SMALL), randn(1, 9, 24, seed=5), torch.arange(9)
-    want, _ = layer._project(x, at)
-    monkeypatch.setattr(attention, "turn_projected", None)
-    got, _ = torch.compile(layer._project, backend="eager", fullgraph=True)(x, at)
-    torch.testing.assert_close(got, want)
+def test_compiled_projections_take_the_kernel(kernel_device):
+    """PyTorch's form would compute its angles again for every head: 0.9 ms of 4k tokens."""
+    layer = NSAAttention(SMALL, backend="triton", flags=TRITON).to(kernel_device, torch.float16)
+    x = randn(1, 9, SMALL.dim, seed=5, dtype=torch.float16, device=kernel_device)
+    at = torch.arange(9, device=kernel_device)
+    want, want_kv = layer._project(x, at)
+    compiled = torch.compile(layer._project, backend="aot_eager", fullgraph=True)
+    with launches.recording() as counts:
+        got, kv = compiled(x, at)
+    assert counts.get(KERNEL) == 1
+    assert torch.equal(got, want) and torch.equal(kv.k_win, want_kv.k_win)
 
 
 def test_a_training_step_frees_its_memory(kernel_device):

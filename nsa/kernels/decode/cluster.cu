@@ -726,6 +726,10 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   const int from_end = CLUSTER - 1 - rank;  // who has one window unit more has no forced one more
   const int forced_units = (forced_all - from_end + CLUSTER - 1) / CLUSTER;
   const int known = cmp_units + win_units + forced_units;
+  // Where all choose at the same time the memory idles: of two blocks of a multiprocessor the second
+  // has the window's keys first.
+  const bool window_first = whole && OCCUPANCY > 1 && !EARLY && program / (SMS / CLUSTER) % 2;
+  const int first_units = window_first ? win_units : cmp_units;
   const int chosen_all = (mode == SEL ? N_SEL : whole && !few ? FREE : 0) * UNITS_PER_BLOCK;
   const int total = known + (chosen_all - rank + CLUSTER - 1) / CLUSTER;
 
@@ -747,6 +751,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       const KV *K, *V;
       int i = warp + issued * WARPS, key, begin = 0, end = length, rows, wrap = UNIT;
       i64 slot;
+      if (window_first && i < cmp_units + win_units) i += i < win_units ? cmp_units : -win_units;
       const bool compressed = i < cmp_units;
       if (compressed) {
         K = args.kc, V = args.vc, rows = args.cmp_rows;
@@ -847,8 +852,8 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     }
   };
 
-  // Compressed keys, then the window's, then forced and chosen blocks. There is one piece of code
-  // for all three: a step runs with cold caches, and its instructions come as late as its keys. So
+  // Compressed keys, then the window's (or the other way round), then forced and chosen blocks. There
+  // is one piece of code for all three: a step runs with cold caches, and its instructions come as late as its keys. So
   // each warp also goes through it once while its first keys are under way, with none of them seen.
   // EARLY: the window is attended before blocks are chosen, and one exchange serves the normalisers
   // of both. Else the window's keys arrive while blocks are chosen, which keeps the memory busy
@@ -874,7 +879,8 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     // EARLY: phase 2 has no keys, but brings some of the next.
     const bool last = phase == (EARLY ? 3 : 2);
     const int phase_end =
-        phase == 0 ? cmp_units : phase == 1 ? cmp_units + win_units : last ? total : 0;
+        phase == 0 ? first_units : phase == 1 ? cmp_units + win_units : last ? total : 0;
+    const int kind = phase ^ (int)window_first;  // of the first two: 0 compressed keys, 1 the window
     if (!EARLY || phase != 2) sums.clear();
 #pragma unroll 1
     for (;;) {
@@ -887,7 +893,8 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       float p[2][4];
       attend(sums, p, shared_address(shared.q), ring + stage * STAGE, ends & 255, ends >> 8 & 255,
              scale);
-      if (whole && phase == 0) pool(shared.pooled[kept_from + i], p, sums.m, live);
+      if (whole && kind == 0)
+        pool(shared.pooled[kept_from + i - (window_first ? win_units : 0)], p, sums.m, live);
       __syncwarp();
       if (live) {
         ++done;
@@ -911,7 +918,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     if (phase < 2 && lane % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        shared.warp_ml[warp][phase][lane / 4 + 8 * r] = make_float2(sums.m[r], sums.l[r]);
+        shared.warp_ml[warp][kind][lane / 4 + 8 * r] = make_float2(sums.m[r], sums.l[r]);
     }
     if (EARLY && phase == 0) {
 #pragma unroll
@@ -928,10 +935,10 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
 
     if (phase < 2) {
       // Log-sum-exps over the cluster, of this branch or of both.
-      const int first = EARLY ? 0 : phase;
+      const int first = EARLY ? 0 : kind;
       __syncthreads();
 #if CLUSTER > 1
-      if (first == 0)  // everyone's barriers are there
+      if (EARLY || phase == 0)  // everyone's barriers are there
         asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 #pragma unroll 1
@@ -961,7 +968,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       }
       receive(shared.bars + first);
       {
-        const int branch = EARLY ? lane / 16 : phase;
+        const int branch = EARLY ? lane / 16 : kind;
         float m = NEVER, l = 0.0f;
 #pragma unroll
         for (int c = 0; c < CLUSTER; ++c) m = fmaxf(m, shared.recv_ml[c][branch][lane % 16].x);
@@ -978,7 +985,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
         __syncthreads();
         choose_blocks(shared, told, units, first_unit, cmp_units, min(FREE, share * 4), rank);
       }
-      limit = total;
+      if (first == 0) limit = total;
       if (EARLY) continue;
     }
 
@@ -986,7 +993,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int head = lane / 4 + 8 * r;
-      const float gate = gate_of(!EARLY && phase == 0 ? gates[r][0] : gates[r][2]);
+      const float gate = gate_of(!EARLY && kind == 0 ? gates[r][0] : gates[r][2]);
       const float by =
           gate * v_descale * exp2_(sums.m[r] - __shfl_sync(ALL, lse, EARLY * 16 + head));
       float kept_by = 1.0f;

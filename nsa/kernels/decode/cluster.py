@@ -139,7 +139,7 @@ class ClusterPlan:
             N_INIT=p.n_init, N_LOCAL=p.n_local, WINDOW=p.window, OVERLAP=int(p.l > p.d),
             PAGE=p.page, RING=int(p.ring), CMP_PAGE=p.cmp_page, D=p.dim, DV=p.dv, FP8=int(p.fp8),
             CLUSTER=self.cluster, WARPS=self.warps, STAGES=self.stages, OCCUPANCY=self.occupancy,
-            UNITS=self.units, TOLD=self.told, EARLY=int(self.early), SHARED=self.shared,
+            UNITS=self.units, TOLD=self.told, EARLY=int(self.early), SHARED=self.shared, SMS=SMS,
         )  # fmt: skip
 
 
