@@ -727,8 +727,9 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   const int forced_units = (forced_all - from_end + CLUSTER - 1) / CLUSTER;
   const int known = cmp_units + win_units + forced_units;
   // Where all choose at the same time the memory idles: of two blocks of a multiprocessor the second
-  // has the window's keys first.
-  const bool window_first = whole && OCCUPANCY > 1 && !EARLY && program / (SMS / CLUSTER) % 2;
+  // has the window's keys first. (With wide keys there is no register left for that.)
+  const bool window_first =
+      OCCUPANCY > 1 && MORE == 0 && !EARLY && whole && program / (SMS / CLUSTER) % 2;
   const int first_units = window_first ? win_units : cmp_units;
   const int chosen_all = (mode == SEL ? N_SEL : whole && !few ? FREE : 0) * UNITS_PER_BLOCK;
   const int total = known + (chosen_all - rank + CLUSTER - 1) / CLUSTER;
