@@ -63,8 +63,24 @@ def test_compiled_for_any_length():
     check_compiled(NSAAttention(config), (40, 52, 7, 61), torch.float32, "cpu", close)
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+def trained(run: torch.nn.Module, x: torch.Tensor, loss) -> dict[str, torch.Tensor]:
+    """The output of one training step, and the gradient of each parameter by its name."""
+    run.zero_grad()
+    out = run(x)
+    loss(out).backward()
+    grads = {name.split("_orig_mod.")[-1]: p.grad.clone() for name, p in run.named_parameters()}
+    return {"out": out.detach().clone(), **grads}
+
+
+def assert_close(got: dict, want: dict, out: float, grad: float) -> None:
+    """Each within so much of its norm; what all compressed keys share moves no softmax, so that
+    phi_k's last bias has a gradient of 0, and rounding alone."""
+    norm = lambda x: x.float().norm().item()
+    for name, b in want.items():
+        off, size = norm(got[name] - b), norm(b)
+        if name.endswith("phi_k.outer.bias"):
+            size = norm(want[name.replace("bias", "weight")])
+        assert off <= (out if name == "out" else grad) * size, (name, off, size)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -74,17 +90,11 @@ def test_compiled_by_every_mode(mode, cuda):
     config = NSAConfig(dim=256, heads=16, groups=1, d_k=64, d_v=64, w=128)
     model = NSALanguageModel(config, 128, 1).to(cuda, torch.bfloat16)
     torch.compiler.reset()
-    compiled = torch.compile(model, mode=mode)
+    compiled, loss = torch.compile(model, mode=mode), lambda x: x.float().logsumexp(-1).sum()
     for S in (512, 512, 512, 600):
-        tokens, results = torch.randint(128, (1, S), device=cuda), []
-        for run in (compiled, model):
-            torch.compiler.cudagraph_mark_step_begin()
-            model.zero_grad()
-            out = run(tokens)
-            out.float().logsumexp(-1).sum().backward()
-            results.append([out.detach().clone(), *(p.grad.clone() for p in model.parameters())])
-        for i, (a, b) in enumerate(zip(*results, strict=True)):
-            assert relative(a, b) < (0.1 if i else 0.03), (S, i)
+        tokens = torch.randint(128, (1, S), device=cuda)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(trained(compiled, tokens, loss), trained(model, tokens, loss), 0.03, 0.1)
 
 
 def test_trained_by_cuda_graphs(cuda):
@@ -93,15 +103,11 @@ def test_trained_by_cuda_graphs(cuda):
     config = NSAConfig(dim=256, heads=16, groups=1, d_k=64, d_v=64)
     layer = NSAAttention(config).to(cuda, torch.bfloat16)
     draw = lambda seed: randn(1, 2048, 256, seed=seed, dtype=torch.bfloat16, device=cuda)
-    sample = draw(0).requires_grad_()
-    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(layer), (sample,))
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(layer), (draw(0).requires_grad_(),))
     for seed in (1, 2):
-        x, g, results = draw(seed), draw(-seed), []
+        g, results = draw(-seed), []
+        loss = lambda out, g=g: (out * g).sum()
         for run in (graphed, layer):
-            run.zero_grad()
-            leaf = x.clone().requires_grad_()
-            out = run(leaf)
-            out.backward(g)
-            results.append([out.detach().clone(), leaf.grad, *(p.grad for p in run.parameters())])
-        for i, (a, b) in enumerate(zip(*results, strict=True)):
-            assert relative(a, b) < 0.01, i
+            x = draw(seed).requires_grad_()
+            results.append(trained(run, x, loss) | {"x": x.grad})
+        assert_close(*results, 0.01, 0.01)
