@@ -9,7 +9,8 @@
 //   2. log-sum-exps go to every thread block of the cluster, block scores are summed over the heads
 //      (Eq. 10), and the best selection blocks are found by rank: each thread block tells its best
 //      to all and then ranks them among everyone's. In short contexts all block sums go with the
-//      log-sum-exps, so that every thread block has all scores. The window's keys arrive meanwhile;
+//      log-sum-exps, so that every thread block has all scores. The window's keys arrive meanwhile,
+//      or were there before;
 //   3. window, forced and chosen blocks stream through the same rings;
 //   4. outputs are gated and summed over warps, then over the cluster (Eq. 5).
 // With FP8 the caches hold e4m3: keys and values become fp16 in registers, on their way from shared
@@ -854,8 +855,9 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
   };
 
   // Compressed keys, then the window's (or the other way round), then forced and chosen blocks. There
-  // is one piece of code for all three: a step runs with cold caches, and its instructions come as late as its keys. So
-  // each warp also goes through it once while its first keys are under way, with none of them seen.
+  // is one piece of code for all three: a step runs with cold caches, and its instructions come as
+  // late as its keys. So each warp also goes through it once while its first keys are under way, with
+  // none of them seen.
   // EARLY: the window is attended before blocks are chosen, and one exchange serves the normalisers
   // of both. Else the window's keys arrive while blocks are chosen, which keeps the memory busy
   // where many steps share it.
@@ -881,7 +883,7 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
     const bool last = phase == (EARLY ? 3 : 2);
     const int phase_end =
         phase == 0 ? first_units : phase == 1 ? cmp_units + win_units : last ? total : 0;
-    const int kind = phase ^ (int)window_first;  // of the first two: 0 compressed keys, 1 the window
+    const int kind = phase ^ (int)window_first;  // of the first two: 0 compressed, 1 the window
     if (!EARLY || phase != 2) sums.clear();
 #pragma unroll 1
     for (;;) {
