@@ -6,7 +6,7 @@
         --S_list 131072,1048576 --alone 1048576
     python bench/bench_context_parallel.py                                    # a world of one
 
-Sizes default to the paper's: 64 query heads on 4 KV groups, head size 128, l=32 d=16 by mean
+Sizes default to 64 query heads on 4 KV groups, head size 128, l=32 d=16 by mean
 pooling, 16 blocks of 64, window 512, bf16, one sequence. A sample is the slowest rank's; bwd is the
 backward pass alone. efficiency = t(1 GPU) / (W * t(W GPUs)), where one GPU runs nsa.nsa_attention
 on the whole sequence with the compression in front; it is empty where that does not fit or is

@@ -5,13 +5,14 @@
     python bench/bench_prefill.py --l_sel 128 --ops sel --sharing random,shared,documents
     python bench/bench_prefill.py --compile_only          # leaves the kernels in Triton's cache
 
-Sizes default to the paper's: 64 query heads on 4 KV groups, head size 128, l=32 d=16, 16 blocks of
-64, window 512, bf16, one sequence. The candidate is the Triton operator behind nsa.nsa_attention;
-the baseline is causal dense attention by the fastest backend that torch's SDPA has (GQA). Results
-are checked on sampled queries (column `compared`) against fp64 before and after the timing; NSA and
-dense attention each against their own. bwd is the backward pass alone. turn, the rotary turn of a
-layer's projections into a tensor per branch, comes before `full` and is no part of it. sel gets its
-blocks ascending, as the choice of blocks leaves them; nsa.selection_attention sorts them first.
+Sizes default to 64 query heads on 4 KV groups, head size 128 (the paper's keys have 192), l=32
+d=16, 16 blocks of 64, window 512, bf16, one sequence. The candidate is the Triton operator behind
+nsa.nsa_attention; the baseline is causal dense attention by the fastest backend of torch's SDPA
+(GQA). Results are checked on sampled queries (column `compared`) against fp64 before and after the
+timing; NSA and dense attention each against their own. bwd is the backward pass alone. turn, the
+rotary turn of a layer's projections into a tensor per branch, comes before `full` and is no part of
+it. sel gets its blocks ascending, as the choice of blocks leaves them; nsa.selection_attention
+sorts them first.
 --sharing says how far neighbouring queries choose the same blocks: random (an empty cell), by
 chance; shared, as measured in real models, where four neighbours that choose 16 blocks of 64 each
 name 22 to 24 distinct ones; documents, by chance among the blocks of their document of 4096 tokens.

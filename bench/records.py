@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nsa.options import Parser
+
 NUMBERED = ("VALID", "UNSTABLE")  # the rows that have numbers
 BENCH_STATUSES = (*NUMBERED, "INVALID", "SKIPPED", "FAILED")
 # What no row may hold without a passed parity: fields of BenchRow, and columns of single benches.
@@ -362,9 +364,9 @@ def csv_target(text: str) -> str:
 
 
 def doc_parser(doc: str, **more: Any) -> argparse.ArgumentParser:
-    """A parser whose --help begins with the text `doc` as it is written."""
+    """A Parser whose --help begins with the text `doc` as it is written."""
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=doc, formatter_class=form, **more)
+    return Parser(description=doc, formatter_class=form, **more)
 
 
 def check_flags(parser: argparse.ArgumentParser) -> None:

@@ -53,8 +53,8 @@ def compressed_attention(
 
     k_cmp [B, Nc, G, Dk], v_cmp [B, Nc, G, Dv] (see nsa/compress.py); packed ones follow the
     sequences. Query s stands at position q_start + s. Returns out [B, S, HQ, Dv] and natural-log
-    lse fp32 [B, S, HQ], which has no gradient on any route; a query that sees no key has 0 and
-    -inf.
+    lse [B, S, HQ], fp32 (fp64 for fp64), which has no gradient on any route; a query that sees no
+    key has 0 and -inf.
 
     >>> from nsa.compress import mean_pool
     >>> q, k, v = torch.randn(1, 96, 4, 16), torch.randn(1, 96, 2, 16), torch.randn(1, 96, 2, 8)

@@ -278,11 +278,6 @@ class NSACache(CacheRows):
     def device(self) -> torch.device:
         return self.k_sel.device
 
-    @property
-    def pending(self) -> int:
-        """Raw tokens that wait for the next compressed one."""
-        return self.length - self.config.d * self.emitted
-
     def _same_length(self, what: str) -> None:
         if self.mixed:
             raise ValueError(f"{what} needs sequences of one length, got {self.lengths}")

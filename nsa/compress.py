@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nsa.arguments import check_tensor
 from nsa.blocks import is_symbol, num_compressed
 from nsa.checks import is_plain, refuse_export
 from nsa.config import check_compression
 from nsa.errors import callers_own
-from nsa.nested import refuse_nested
 
 
 def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -23,7 +23,7 @@ def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -
     Raises ValueError or TypeError that names the argument.
     """
     check_compression(l, d)
-    refuse_nested("x", x)
+    check_tensor("x", x)
     if x.ndim != (4 if cu_seqlens is None else 3):
         lead = "[B, S, G, D]" if cu_seqlens is None else "[T, G, D] with cu_seqlens"
         raise ValueError(f"x must be {lead}, got shape {list(x.shape)}")
@@ -51,6 +51,7 @@ def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -
 def mean_pool(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """The declared simple baseline for phi: [B, S, G, D] -> [B, Nc, G, D] (packed: see
     block_windows). Averages in fp32."""
+    check_tensor("x", x)
     wide = torch.promote_types(x.dtype, torch.float32)
     return block_windows(x, l, d, cu_seqlens).to(wide).mean(-3).to(x.dtype)
 

@@ -22,7 +22,7 @@ _warned: set[str] = set()  # of unknown names
 CONFIG_PATH = Path(__file__).with_name("base.yaml")  # in a checkout a link to that of configs/
 
 # Of the report runner and the benches; not settings of the library.
-RUNNER_VARIABLES = ("NSA_RESULT_FD", "NSA_OUT_DIR", "NSA_COMMIT")
+RUNNER_VARIABLES = ("NSA_RESULT_FD", "NSA_OUT_DIR", "NSA_COMMIT", "NSA_PROBE_SEED")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})

@@ -62,7 +62,9 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> NSA
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:  # torch's own text advises to run the file's code
         raise ValueError(f"checkpoint {path} holds something else than tensors and numbers") from e
-    except (RuntimeError, EOFError) as e:
+    except OSError:
+        raise
+    except Exception as e:  # of foreign bytes torch.load raises whatever they lead it to
         why = (str(e).splitlines() or ["it ends too early"])[0]
         raise ValueError(f"checkpoint {path} cannot be read: {why}") from e
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from nsa import dispatch, fp8
-from nsa.arguments import check_beside, check_device, check_dtype, check_float
+from nsa.arguments import check_beside, check_device, check_dtype, check_float, check_tensor
 from nsa.attention import run_step, step_args
 from nsa.blocks import num_compressed
 from nsa.cache import BranchKV
@@ -523,12 +523,15 @@ def reorder_kvcache(
         raise TypeError("beam_idx must be an int64 tensor [B]")
     if len({x is None for x in (block_table, cache_seqlens, page_size)}) > 1:
         raise ValueError("block_table, cache_seqlens and page_size go together")
+    for i, cache in enumerate(caches):
+        check_tensor(f"caches[{i}]", cache)
+    B = len(beam_idx)  # of values on a GPU, for which nobody waits, PyTorch's kernels tell
+    if not beam_idx.is_cuda and B and not 0 <= int(beam_idx.min()) <= int(beam_idx.max()) < B:
+        raise ValueError(f"beam_idx must name sequences 0 to {B - 1}, got {beam_idx.tolist()}")
     if block_table is None:
         for i, cache in enumerate(caches):
-            if len(cache) != len(beam_idx):
-                raise ValueError(
-                    f"caches[{i}] must have B={len(beam_idx)} sequences, got {list(cache.shape)}"
-                )
+            if len(cache) != B:
+                raise ValueError(f"caches[{i}] must have B={B} sequences, got {list(cache.shape)}")
             cache.copy_(cache.index_select(0, beam_idx))
         return
     _check_of_sequences("block_table", block_table, beam_idx, "blocks")

@@ -59,7 +59,8 @@ class ParallelNSACache(NSACache):
     A rank's k_sel, v_sel [B, rows + 1, G, D] hold l_sel tokens of every W-th block, its k_cmp and
     v_cmp the compressed tokens that begin there; the last row takes what other ranks keep. Window,
     raw keys and lens are those of NSACache. group: a ProcessGroup, a 1-D DeviceMesh, or None for
-    all ranks. The other arguments and what is kept are as for NSACache, count_reads apart.
+    all ranks. The other arguments and what is kept are as for NSACache, but that it counts no reads
+    and holds no FP8.
     append() takes whole tokens; nsa.parallel.nsa_layer_parallel(cache=) those of shards.
 
     check: ranks compare sizes and lengths before each step, so that an error on one is an error

@@ -19,6 +19,7 @@ from nsa import dispatch
 from nsa.config import NSAConfig, check_int
 from nsa.flags import Flags
 from nsa.module import NSAAttention
+from nsa.options import Parser
 
 if TYPE_CHECKING:
     from nsa.kernels.launch import Launch
@@ -118,14 +119,13 @@ def warmup(
 def main(argv: list[str] | None = None) -> int:
     """Compile what the given calls launch and say how long it took. Exit code 3 without CUDA."""
     lengths = lambda text: [int(x) for x in text.split(",") if x]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seqlens", type=lengths, default=[8192], help="tokens of forwards")
     parser.add_argument("--decode", type=lengths, default=[], help="lengths before a decode step")
     parser.add_argument("--training", action="store_true", help="the backward too")
-    for name in ("dim", "heads", "groups", "d_k", "d_v", "l", "d", "l_sel", "n_sel", "w"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(PAPER, name))
+    for name in ("dim", "heads", "groups", "d_k", "d_v", "l", "d", "l_sel", "n_sel", "window"):
+        names = ("--window", "--w") if name == "window" else (f"--{name}",)
+        parser.add_argument(*names, type=int, default=getattr(PAPER, name))
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to compile", file=sys.stderr)

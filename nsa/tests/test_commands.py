@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import nsa
+from bench import bench_prefill
+from nsa import plans
 from nsa.options import Parser
 from scripts import hf_kernel
 
@@ -135,6 +137,22 @@ def test_options_go_by_hyphens_and_by_underscores(given, capsys):
         with pytest.raises(SystemExit):
             parser.parse_args(["--help"])
         assert "-n MAX_NEW_TOKENS, --max-new-tokens" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("spelled", ["--S-list 64 --compile-only", "--S_list 64 --compile_only"])
+def test_benches_take_both_spellings(spelled):
+    args = bench_prefill.parse(spelled.split())
+    assert (list(args.S_list), args.compile_only) == ([64], True)
+
+
+@pytest.mark.parametrize("name", ["--window", "--w"])
+def test_kernels_are_warmed_for_the_window_that_was_asked_for(name, monkeypatch):
+    configs = []
+    monkeypatch.setattr(plans, "warmup", lambda config, **_: configs.append(config) or [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    assert plans.main([name, "128", "--d-k", "64"]) == 0
+    assert (configs[0].window, configs[0].d_k) == (128, 64)
 
 
 # ---- examples ------------------------------------------------------------------------------------

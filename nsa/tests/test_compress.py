@@ -53,6 +53,7 @@ def test_what_cannot_be_compressed_is_named():
     assert_raises(
         (ValueError, r"x must be \[B, S, G, D\], got shape \[9, 2, 4\]", pool(x[0], 4)),
         (ValueError, r"be \[T, G, D\] with cu_seqlens, got shape \[2, 9, 2, 4\]", pool(x, 4, cu)),
+        (TypeError, "x must be a tensor, got list", pool([1.0], 4)),
         (TypeError, "x must be of a floating dtype, got torch.int32", pool(x.int(), 4)),
         (ValueError, "d must divide l, got l=8 d=3$", pool(x, 3)),
         (

@@ -167,6 +167,12 @@ def test_a_checkpoint_keeps_its_dtype_and_says_what_it_lacks(model, path):
         torch.save(broken, path)
         with pytest.raises(ValueError, match=words):
             gen.load_checkpoint(path)
+    for foreign in (b"", b"abc", b"hello world this is text", b"PK\x03\x04" * 9):
+        path.write_bytes(foreign)
+        with pytest.raises(ValueError, match=f"checkpoint {path} "):
+            gen.load_checkpoint(path)
+    with pytest.raises(FileNotFoundError):
+        gen.load_checkpoint(path.with_name("none"))
 
 
 def test_a_model_can_be_trained_on_what_was_generated(model):

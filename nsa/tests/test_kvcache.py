@@ -290,6 +290,11 @@ def test_beams_tell_bad_input():
         (ValueError, r"beam_idx must name sequences as long .*\[5, 6\]",
          tell(cache_seqlens=lens, **pages)),
         (ValueError, r"caches\[0\] must have B=2 sequences, got \[6, 4", tell()),
+        (ValueError, r"beam_idx must name sequences 0 to 1, got \[2, 0\]", tell(swap * 2)),
+        (ValueError, r"beam_idx must name sequences 0 to 1, got \[0, -1\]",
+         tell(swap - 1, cache_seqlens=lens, **pages)),
+        (TypeError, r"caches\[1\] must be a tensor, got list",
+         lambda: reorder_kvcache(swap, cache[:2], [1])),
     )  # fmt: skip
     assert table.tolist() == [[0, 1, 2], [3, 4, 5]]
 
