@@ -1,7 +1,7 @@
 """Write this package as a kernel of Hugging Face's Kernel Hub, which `kernels` loads by path.
 
     python scripts/hf_kernel.py OUT
-    python -c "import kernels; nsa = kernels.get_local_kernel('OUT/build')"
+    python -c "import kernels, pathlib; nsa = kernels.get_local_kernel(pathlib.Path('OUT'))"
 
 OUT/build/torch-cuda and torch-cpu, the two variants of a package without compiled code: nsa without
 its tests, metadata.json with the digest of each file, and the folder `nsa` that older releases of
