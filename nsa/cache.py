@@ -18,8 +18,9 @@ at every length.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -526,6 +527,16 @@ class NSACache(CacheRows):
         rings = {name: getattr(self, name).clone() for name in kept}
         return Mark(self.lengths, self.highest, len(self._counted), rings)
 
+    @contextlib.contextmanager
+    def kept_if_raised(self, x: Tensor) -> Iterator[None]:
+        """Undo an append of x [B, T, ..] where what is inside raises."""
+        before = self.mark(x.shape[1] if x.ndim > 1 else 0)
+        try:
+            yield
+        except BaseException:  # an interrupt too
+            self.restore(before)
+            raise
+
     def restore(self, mark: Mark) -> None:
         """Back to a mark() after T tokens were appended, or none, and nothing else was done."""
         if self.lengths != mark.lengths:
@@ -557,12 +568,15 @@ class NSACache(CacheRows):
                 raise ValueError(f"{name} must be on the cache's {self.device}, got {x.device}")
 
     def _grow(self, need: int) -> None:
-        self.max_len = max(need, 2 * self.max_len)
-        old = (self.k_cmp, self.v_cmp, self.k_sel, self.v_sel)
-        self.k_cmp, self.v_cmp = self._buffers(self._rows_of("cmp", self.max_len))
-        self.k_sel, self.v_sel = self._buffers(self._rows_of("sel", self.max_len))
-        for was, now in zip(old, (self.k_cmp, self.v_cmp, self.k_sel, self.v_sel), strict=True):
-            now[:, : was.shape[1]] = was
+        max_len = max(need, 2 * self.max_len)
+        # All memory first: where there is too little, the cache is as it was.
+        grown = {kind: self._buffers(self._rows_of(kind, max_len)) for kind in ("cmp", "sel")}
+        for kind, (k, v) in grown.items():
+            for name, now in ((f"k_{kind}", k), (f"v_{kind}", v)):
+                was = getattr(self, name)
+                now[:, : was.shape[1]] = was
+                setattr(self, name, now)
+        self.max_len = max_len
 
     def record_reads(
         self, block_indices: Tensor, n_cmp: int | None = None, n_win: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ def autocast_on(device: torch.device) -> bool:
     """Is autocast enabled there? Meta tensors have none, and asking whether a device has one would
     break a graph that torch 2.11 traces."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def is_fake(x: Tensor) -> bool:
+    """Has x a shape and no values (torch's FakeTensorMode)? Outside of a compiler."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is not None and isinstance(x, fake.FakeTensor)
 
 
 def takes_forward_derivatives() -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nsa import failed
 from nsa.blocks import is_symbol, smaller
-from nsa.checks import autocast_on, needs_grad, takes_forward_derivatives
+from nsa.checks import autocast_on, is_fake, needs_grad, takes_forward_derivatives
 from nsa.device import capability, log_device, resolve_flags
 from nsa.errors import must_raise, told
 from nsa.flags import Flags
@@ -67,7 +67,7 @@ def make_request(
     backend: Backend | Route | None = None,
 ) -> Request:  # fmt: skip
     """Describe a call. FA-2 is probed only where it could be taken."""
-    traced = torch.compiler.is_compiling()
+    traced = torch.compiler.is_compiling() or is_fake(q)
     request = Request(
         branch=branch, device=q.device.type, dtype=str(q.dtype).removeprefix("torch."),
         d_k=q.shape[-1], d_v=v.shape[-1], key_len=key_len, needs_grad=needs_grad(q, k, v),

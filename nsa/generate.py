@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import pickle
 import sys
 import time
@@ -107,6 +108,8 @@ def pick(
     if top_k is not None:
         floor = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))
+    # Of differences to the best one, in fp64, whatever the temperature.
+    logits = logits.double() - logits.amax(-1, keepdim=True).double()
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
 
 
@@ -133,8 +136,8 @@ def generate(
         raise ValueError(f"prompt must be [B, S] with S >= 1, got {list(prompt.shape)}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be 0 or larger, got {temperature}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be 0 or larger and finite, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1 or None, got {top_k}")
 

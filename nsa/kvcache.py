@@ -523,30 +523,54 @@ def reorder_kvcache(
         raise TypeError("beam_idx must be an int64 tensor [B]")
     if len({x is None for x in (block_table, cache_seqlens, page_size)}) > 1:
         raise ValueError("block_table, cache_seqlens and page_size go together")
+    B, on_host = len(beam_idx), not beam_idx.is_cuda  # nobody waits for values on a GPU
+    if on_host and B and not 0 <= int(beam_idx.min()) <= int(beam_idx.max()) < B:
+        raise ValueError(f"beam_idx must name sequences 0 to {B - 1}, got {beam_idx.tolist()}")
     for i, cache in enumerate(caches):
         check_tensor(f"caches[{i}]", cache)
-    B = len(beam_idx)  # of values on a GPU, for which nobody waits, PyTorch's kernels tell
-    if not beam_idx.is_cuda and B and not 0 <= int(beam_idx.min()) <= int(beam_idx.max()) < B:
-        raise ValueError(f"beam_idx must name sequences 0 to {B - 1}, got {beam_idx.tolist()}")
+        check_device(f"caches[{i}]", cache, beam_idx.device, "beam_idx's")
+        if block_table is None and len(cache) != B:
+            raise ValueError(f"caches[{i}] must have B={B} sequences, got {list(cache.shape)}")
+    if not B:
+        return
     if block_table is None:
-        for i, cache in enumerate(caches):
-            if len(cache) != B:
-                raise ValueError(f"caches[{i}] must have B={B} sequences, got {list(cache.shape)}")
+        for cache in caches:
             cache.copy_(cache.index_select(0, beam_idx))
         return
     _check_of_sequences("block_table", block_table, beam_idx, "blocks")
     _check_of_sequences("cache_seqlens", cache_seqlens, beam_idx)
     check_int("page_size", page_size, 1)
     assert cache_seqlens is not None and page_size is not None
+    rows = [cache.shape[1] for cache in caches if cache.ndim > 1]
+    if caches and (len(rows) < len(caches) or max(rows) != page_size):
+        raise ValueError(
+            f"page_size must be the tokens of a page, {page_size} of no cache of "
+            f"{[list(cache.shape) for cache in caches]}"
+        )
     lens, table = cache_seqlens.long()[:, None], block_table.long()
-    if not beam_idx.is_cuda and not torch.equal(lens[beam_idx], lens):
+    if on_host and not torch.equal(lens[beam_idx], lens):
         raise ValueError(
             "beam_idx must name sequences as long as those in their place, got "
             f"{beam_idx.tolist()} of lengths {cache_seqlens.tolist()}"
         )
+    if on_host and not 0 <= int(lens.min()) <= int(lens.max()) <= page_size * table.shape[1]:
+        raise ValueError(
+            f"cache_seqlens must be from 0 to {page_size * table.shape[1]}, what block_table has "
+            f"room for, got {cache_seqlens.tolist()}"
+        )
     last = (lens - 1).clamp(min=0) // page_size
-    to = table.gather(1, last)[:, 0]
-    source = torch.where(lens[:, 0] % page_size > 0, table[beam_idx].gather(1, last)[:, 0], to)
+    partial = lens[:, 0] % page_size > 0
+    to, source = (pages.gather(1, last)[:, 0] for pages in (table, table[beam_idx]))
+    # A sequence without such a page does what another does, or copies a page to itself.
+    some = partial.int().argmax()
+    source = torch.where(partial, source, to)
+    to, source = (torch.where(partial, x, x[some]).clamp(min=0) for x in (to, source))
+    for i, cache in enumerate(caches):
+        if on_host and int(torch.maximum(to, source).max()) >= len(cache):
+            raise ValueError(
+                f"block_table must name pages of caches[{i}], which has {len(cache)}, got "
+                f"{block_table.tolist()}"
+            )
     for cache in map(fp8.as_bytes, caches):
         cache.index_copy_(0, to, cache.index_select(0, source))
     full = torch.arange(table.shape[1], device=table.device) < lens // page_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -107,12 +109,9 @@ class NSALanguageModel(nn.Module):
         if len(caches) != self.n_layers:
             raise ValueError(f"caches must be {self.n_layers}, one per layer, got {len(caches)}")
         x = self._embed(tokens)
-        before = [cache.mark(tokens.shape[1]) for cache in caches]
-        try:
+        with contextlib.ExitStack() as stack:
+            for cache in caches:
+                stack.enter_context(cache.kept_if_raised(x))
             for block, cache in zip(self.blocks, caches, strict=True):
                 x = block.step(x, cache)  # type: ignore[operator]
             return self._logits(x)
-        except BaseException:  # an interrupt too
-            for cache, mark in zip(caches, before, strict=True):
-                cache.restore(mark)
-            raise

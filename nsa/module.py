@@ -158,12 +158,14 @@ class NSAAttention(nn.Module):
     ) -> NSACache:  # fmt: skip
         """An empty cache for this layer, as NSACache; device and dtype are its weights' (under
         autocast the dtype is autocast's) unless given."""
-        if device is None or dtype is None:  # else weights of another kind are not looked at
-            weight = self.qkv.weight
+        if device is None or dtype is None:
+            # Adapters keep their weights elsewhere, and quantised layers have none.
+            weights = [p for p in self.qkv.parameters() if p.is_floating_point()]
+            weight = [*weights, *self.parameters(), torch.empty(0)][0]
             device = weight.device if device is None else device
             if dtype is None:
                 dtype = weight.dtype
-                if autocast_on(weight.device):
+                if autocast_on(weight.device) and dtype != torch.float64:  # which it leaves alone
                     dtype = torch.get_autocast_dtype(weight.device.type)
         return NSACache(
             self.config, batch, max_len, device=device, dtype=dtype, max_step=max_step,
@@ -221,12 +223,8 @@ class NSAAttention(nn.Module):
         cache.agree(check)
         if x.shape[1] == 0:
             return x.clone()
-        before = cache.mark(x.shape[1])
-        try:
+        with cache.kept_if_raised(x):
             return self._step(x, cache)
-        except BaseException:  # an interrupt too
-            cache.restore(before)
-            raise
 
     def _step(self, x: Tensor, cache: NSACache) -> Tensor:
         # The ring keeps enough for max_step queries; more of them need the keys before they go.
@@ -311,10 +309,14 @@ class NSABlock(nn.Module):
     def prefill(self, x: Tensor, cache: NSACache) -> Tensor:
         """forward() of x [B, S, dim] that fills the empty cache, without gradients. ValueError as
         NSAAttention's."""
-        return self._finish(x, self.attention.prefill(self.attention_norm(x), cache))
+        self.attention._check_cache(cache)
+        with cache.kept_if_raised(x):
+            return self._finish(x, self.attention.prefill(self.attention_norm(x), cache))
 
     @torch.no_grad()
     def step(self, x: Tensor, cache: NSACache) -> Tensor:
         """forward() of the T newest tokens x [B, T, dim], without gradients. ValueError as
         NSAAttention.step's."""
-        return self._finish(x, self.attention.step(self.attention_norm(x), cache))
+        self.attention._check_cache(cache)
+        with cache.kept_if_raised(x):
+            return self._finish(x, self.attention.step(self.attention_norm(x), cache))

@@ -344,5 +344,7 @@ def nsa_layer_parallel(
     assert isinstance(out, Tensor)
     if cache is not None:
         whole = {name: unshard(kv, group) for name, kv in vars(new[0]).items()}
-        cache.append(BranchKV(**whole), layer.phi_k, layer.phi_v)
+        with cache.kept_if_raised(whole["k_sel"]):
+            cache.append(BranchKV(**whole), layer.phi_k, layer.phi_v)
+            return layer.out(out.flatten(-2))
     return layer.out(out.flatten(-2))

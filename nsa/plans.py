@@ -100,6 +100,8 @@ def warmup(
     device = torch.device(device)
     if device.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {device}")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device must be a CUDA device, got {device} where there is none")
     for name, lengths in (("seqlens", seqlens), ("decode", decode)):
         for length in lengths:
             check_int(name, length, 1)

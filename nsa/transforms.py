@@ -161,4 +161,5 @@ class _Call(torch.autograd.Function):
             for x, dim in zip(tensors, in_dims[1:], strict=True)
         ]
         out = _Call.apply(run, *(x.flatten(0, 1) for x in each))
-        return tuple(x.unflatten(0, (n, x.shape[0] // n)) for x in out), (0,) * len(out)
+        batch = each[0].shape[1]  # of a sample
+        return tuple(x.unflatten(0, (n, batch)) for x in out), (0,) * len(out)

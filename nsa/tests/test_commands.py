@@ -145,6 +145,15 @@ def test_benches_take_both_spellings(spelled):
     assert (list(args.S_list), args.compile_only) == ([64], True)
 
 
+def test_warming_needs_a_gpu():
+    config = nsa.NSAConfig(dim=32, heads=4, groups=2, d_k=8, d_v=8)
+    with pytest.raises(ValueError, match="device must be a CUDA device, got cpu"):
+        nsa.warmup(config, seqlens=[64], device="cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device must be a CUDA device, got cuda where there"):
+            nsa.warmup(config, seqlens=[64])
+
+
 @pytest.mark.parametrize("name", ["--window", "--w"])
 def test_kernels_are_warmed_for_the_window_that_was_asked_for(name, monkeypatch):
     configs = []

@@ -14,7 +14,7 @@ from nsa.compress import mean_pool
 from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.model import NSALanguageModel
-from nsa.module import NSAAttention
+from nsa.module import NSAAttention, NSABlock
 from nsa.tests.helpers import assert_raises, randn
 
 SIZES = dict(l=8, d=4, l_sel=8, n_sel=3, w=12)
@@ -111,6 +111,28 @@ def test_full_cache_raises_or_grows():
         assert grown.length == 33 and grown.max_len >= 33
         assert torch.equal(grown.selectable()[0], raw.k_sel)
         torch.testing.assert_close(grown.compressed()[0], oracle.compress_mean(raw.k_cmp, 8, 4))
+
+
+@pytest.mark.parametrize("refused", range(4))
+def test_a_cache_that_cannot_grow_is_as_it_was(refused, layer, monkeypatch):
+    """Whichever of its four buffers there is no memory for."""
+    module, x, _ = layer
+    c = module.make_cache(2, 32, growable=True)
+    module.prefill(x[:, :32], c)
+    zeros, asked = torch.zeros, []
+
+    def scarce(*size, **how):
+        asked.append(size)
+        if len(asked) > refused:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return zeros(*size, **how)
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch, "zeros", scarce)
+        module.step(x[:, 32:33], c)
+    assert len(asked) == refused + 1 and (c.max_len, c.lengths) == (32, [32, 32])
+    c.rewind(1)
+    same_tokens(module, c, x, 31)
 
 
 def test_hostile_cache_use(layer):
@@ -243,6 +265,24 @@ def test_a_step_that_raises_leaves_the_cache_as_it_was(layer, n, T, monkeypatch)
     same_tokens(module, c, x, n or 5)
 
 
+def test_a_block_that_raises_behind_its_attention_takes_no_token():
+    torch.manual_seed(0)
+    block, x = NSABlock(CONFIG).double(), randn(2, 22, 24, seed=2, dtype=F64)
+    c = block.attention.make_cache(2, 64)
+    fails = lambda: mock.patch.object(block.mlp, "forward", side_effect=KeyboardInterrupt)
+    with fails(), pytest.raises(KeyboardInterrupt):
+        block.prefill(x[:, :20], c)
+    assert c.lengths == [0, 0]
+    block.prefill(x[:, :20], c)
+    with fails(), pytest.raises(KeyboardInterrupt):
+        block.step(x[:, 20:21], c)
+    assert c.lengths == c.lens.tolist() == [20, 20]
+    out = torch.cat([block.step(x[:, t : t + 1], c) for t in (20, 21)], 1)
+    torch.testing.assert_close(out, block(x)[:, 20:], atol=1e-13, rtol=0)
+    with pytest.raises(TypeError, match="cache must be an NSACache, got NoneType"):
+        block.step(x[:, :1], None)
+
+
 def test_a_model_whose_layer_raises_takes_no_token():
     torch.manual_seed(0)
     model = NSALanguageModel(CONFIG, 50, n_layers=2)
@@ -318,3 +358,33 @@ def test_a_cache_for_weights_of_another_kind(layer):
     module.qkv.weight = None
     c = module.make_cache(2, S, dtype=F64, device="cpu")
     assert (c.dtype, c.device.type) == (F64, "cpu")
+
+
+class Adapter(torch.nn.Module):
+    """As adapters are put around a linear layer."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.more = base, torch.nn.Linear(base.in_features, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.more(x)
+
+
+@pytest.mark.parametrize("kind", ["adapters", "quantised", "double under autocast"])
+def test_a_model_of_other_weights_decodes(kind):
+    torch.manual_seed(0)
+    model, tokens = NSALanguageModel(CONFIG, 50, n_layers=2), torch.randint(50, (2, 14))
+    if kind == "adapters":
+        for block in model.blocks:
+            block.attention.qkv = Adapter(block.attention.qkv)
+    elif kind == "quantised":
+        quantize = pytest.importorskip("torch.ao.quantization").quantize_dynamic
+        model = quantize(model, {torch.nn.Linear}, dtype=torch.qint8)
+    else:
+        model = model.double()
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in kind), torch.no_grad():
+        logits, caches = model.prefill(tokens[:, :13])
+        out = torch.cat([logits, model.step(tokens[:, 13:], caches)], 1)
+        close = dict(atol=0.1, rtol=0.1) if kind == "quantised" else dict(atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out, model(tokens), **close)

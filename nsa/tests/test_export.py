@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.export import Dim
 
-from nsa import NSAAttention, NSAConfig, NSALanguageModel
+from nsa import NSAAttention, NSAConfig, NSALanguageModel, dispatch
 from nsa.tests.helpers import randn
 
 SMALL = dict(dim=32, heads=4, groups=2, d_k=16, d_v=16)
@@ -27,6 +29,31 @@ def test_exported_for_any_length(how):
     for B, S in ((2, 20), (2, 31), (1, 32), (3, 33), (2, 290)):
         x = randn(B, S, 32, seed=S)
         torch.testing.assert_close(program(x), layer(x))
+
+
+def test_exported_by_a_plain_dim():
+    """Also for lengths below one compressed block, of which a tracer has to prove something."""
+    layer, x = NSAAttention(NSAConfig(**SMALL)), torch.randn(2, 100, 32)
+    shapes = ({1: Dim("S")},)
+    program = torch.export.export(layer, (x,), dynamic_shapes=shapes, strict=False).module()
+    for S in (2, 15, 40):
+        torch.testing.assert_close(program(x[:, :S]), layer(x[:, :S]))
+
+
+def test_fake_tensors_change_no_route():
+    """Shapes of a run looked at without running it: no kernel has failed."""
+    layer, x = NSAAttention(NSAConfig(**SMALL)), torch.randn(1, 100, 32)
+
+    def routes():
+        with torch.no_grad(), dispatch.trace() as taken:
+            layer(x)
+        return [(one.branch, one.route) for one in taken]
+
+    before = routes()
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.simplefilter("error")
+        assert NSAAttention(NSAConfig(**SMALL))(torch.randn(1, 100, 32)).shape == (1, 100, 32)
+    assert routes() == before and (dispatch.Branch.SELECTED, dispatch.Route.SDPA) in before
 
 
 @pytest.mark.parametrize("strict", [False, True])

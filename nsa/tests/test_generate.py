@@ -82,13 +82,20 @@ def test_top_1_is_greedy_and_top_k_stays_among_the_best():
         torch.testing.assert_close(share, want, atol=0.03, rtol=0)
 
 
+def test_a_temperature_near_0_takes_the_best(model):
+    logits, g = torch.randn(9, 50) * 30, torch.Generator().manual_seed(0)
+    for top_k in (None, 3):
+        assert torch.equal(gen.pick(logits, 1e-40, top_k, g), logits.argmax(-1, keepdim=True))
+
+
 def test_bad_settings_are_named(model):
     call = lambda n=4, **how: (
         lambda: gen.generate(
             model, torch.zeros(1, n, dtype=torch.long), **{"max_new_tokens": 1, **how}
         )
     )
-    bad = [("max_new_tokens", 0), ("temperature", -1.0), ("temperature", math.nan), ("top_k", 0)]
+    bad = [("max_new_tokens", 0), ("temperature", -1.0), ("temperature", math.nan),
+           ("temperature", math.inf), ("top_k", 0)]  # fmt: skip
     named = ((ValueError, name, call(**{name: value})) for name, value in bad)
     assert_raises(*named, (ValueError, "prompt", call(0)))
 

@@ -295,8 +295,35 @@ def test_beams_tell_bad_input():
          tell(swap - 1, cache_seqlens=lens, **pages)),
         (TypeError, r"caches\[1\] must be a tensor, got list",
          lambda: reorder_kvcache(swap, cache[:2], [1])),
+        (ValueError, r"page_size must be the tokens of a page, 8 of no cache of \[\[6, 4, 1, 1\]\]",
+         tell(**pages | dict(cache_seqlens=lens, page_size=8))),
+        (ValueError, "cache_seqlens must be from 0 to 12, .* got \\[13, 13\\]",
+         tell(cache_seqlens=torch.tensor([13, 13]), **pages)),
     )  # fmt: skip
     assert table.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_beams_refused_for_one_cache_move_in_none(paged):
+    good, bad = torch.arange(6.0).repeat_interleave(4).view(6, 4, 1, 1), torch.zeros(3, 4, 1, 1)
+    table, swap = torch.arange(6).view(2, 3), torch.tensor([1, 0])
+    before, how = good.clone(), {}
+    if paged:
+        how = dict(block_table=table, cache_seqlens=torch.tensor([6, 6]), page_size=4)
+    with pytest.raises(ValueError, match=r"caches\[1\]"):
+        reorder_kvcache(swap, good if paged else good[:2], bad, **how)
+    assert torch.equal(good, before) and table.flatten().tolist() == list(range(6))
+
+
+def test_beams_of_empty_sequences_have_no_pages():
+    cache, table = torch.arange(4.0).view(4, 1, 1, 1).repeat(1, 4, 1, 1), torch.tensor([[-1], [2]])
+    pages = dict(block_table=table, page_size=4)
+    reorder_kvcache(torch.tensor([1, 0]), cache, cache_seqlens=torch.tensor([0, 0]), **pages)
+    assert cache[:, 0].flatten().tolist() == [0, 1, 2, 3] and table.tolist() == [[-1], [2]]
+    table = torch.tensor([[-1], [0], [2]])  # beside two that have some
+    pages = dict(block_table=table, page_size=4, cache_seqlens=torch.tensor([0, 3, 3]))
+    reorder_kvcache(torch.tensor([0, 2, 1]), cache, **pages)
+    assert cache[:, 0].flatten().tolist() == [2, 1, 0, 3]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

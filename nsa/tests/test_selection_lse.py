@@ -15,7 +15,14 @@ from bench.parity import assert_parity
 from nsa import dispatch, launches, oracle
 from nsa.flags import Flags
 from nsa.tests.cases import BF16, F16
-from nsa.tests.helpers import deterministic, make_block_indices, make_qkv, make_ranges, randn
+from nsa.tests.helpers import (
+    TRITON,
+    deterministic,
+    make_block_indices,
+    make_qkv,
+    make_ranges,
+    randn,
+)
 
 FLAGS = Flags(sel_triton_allow_grad=True, triton_sel_force=True)
 F64 = torch.float64
@@ -159,6 +166,20 @@ def test_the_lse_alone_the_output_alone_and_once_more(by, kernel_device):
         for name, g, w in zip("qkv", got, x.true(*cotangents)[2:], strict=True):
             how = dict(atol=4e-3, rtol=4e-3, msg=lambda m, n=name: f"d{n}: {m}")
             torch.testing.assert_close(g.double().cpu(), w, **how)
+
+
+@pytest.mark.parametrize("by", ["block_indices", "ranges"])
+def test_rows_without_any_slot_are_empty(by, kernel_device):
+    make = lambda *shape: torch.randn(*shape, device=kernel_device).half().requires_grad_()
+    q, k, v = make(1, 20, 4, 16), make(1, 20, 2, 16), make(1, 20, 2, 16)
+    tail = (0,) if by == "block_indices" else (0, 2)
+    none = torch.zeros(1, 20, 2, *tail, dtype=torch.int32, device=kernel_device)
+    for backend in ("triton", "sdpa", "reference"):
+        how = {by: none, "block_size": 16, "backend": backend, "flags": TRITON}
+        out, lse = nsa.selection_attention(q, k, v, return_lse=True, **how)
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+        assert (out == 0).all() and (lse == -math.inf).all(), backend
+        assert all((g == 0).all() for g in grads), backend
 
 
 def test_counts_of_blocks():

@@ -77,6 +77,8 @@ def test_the_branches_under_vmap():
     ):  # fmt: skip
         want = stack(call(*(x[i] for x in tensors)) for i in (0, 1))
         torch.testing.assert_close(list(torch.vmap(call)(*tensors)), want)
+        none = torch.vmap(call)(*(x[:0] for x in tensors))
+        assert [x.shape for x in none] == [(0, *x.shape[1:]) for x in want]
 
 
 def test_what_comes_beside_the_output_is_the_same():
