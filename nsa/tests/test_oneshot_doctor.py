@@ -52,6 +52,11 @@ def test_a_good_box_is_not_blocked_and_code_that_runs_before_ours_is_told(tmp_pa
     assert check.level == "WARN" and check.text.partition(": ")[2] == said
 
 
+def test_sources_of_unknown_state_are_not_called_clean(tmp_path):
+    check = examine(tmp_path, dirty=None, problem="git ended with 128: index file")["git"]
+    assert check.level == "WARN" and "unknown whether clean: git ended with 128" in check.text
+
+
 def test_the_guide_quotes_the_doctor(tmp_path, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     said = doctor.lines([examine(tmp_path)["flash-attn"]])

@@ -16,6 +16,7 @@ from scripts.oneshot.record import journal
 from scripts.oneshot.record.journal import Ballast, Journal, read_events, write_json
 from scripts.oneshot.record.judge import Status, judge, verdict
 from scripts.oneshot.record.model import RunRecord, Stage, StageResult
+from scripts.oneshot.record.outputs import repro
 from scripts.oneshot.record.rows import RowError, parse_row
 from scripts.oneshot.run.stages import plan
 
@@ -235,13 +236,16 @@ def test_a_second_attempt_speaks_for_its_stage_alone():
     assert [t["nodeid"] for t in data["tests"]] == ["t::two"] and data["parity"] == []
 
 
-def test_a_stage_that_died_with_the_run_has_the_time_that_is_known(tmp_path):
+def test_a_stage_that_died_with_the_run_has_its_time_and_its_command(tmp_path):
     write_sample(tmp_path, "crash")
     events = read_events(tmp_path / "events.jsonl")
     began = next(e["m"] for e in events if e.get("stage") == "triton_bwd")
+    plan = next(e["plan"] for e in events if "plan" in e)
+    next(s for s in plan if s["id"] == "triton_bwd")["env"] = {"TRITON_INTERPRET": "1"}
     died = next(s for s in RunRecord.replay(events).stage_results() if s.id == "triton_bwd")
     assert died.wall_s == round(events[-1]["m"] - began, 3) > 0
     assert "when is unknown" in died.reason
+    assert repro(died.to_json(), [], {}).startswith("TRITON_INTERPRET=1 python ")
 
 
 def test_failed_tests_beside_a_crash_are_both_said():

@@ -484,23 +484,25 @@ def test_a_command_takes_its_inputs_from_the_bundle(tmp_path):
     planned = {s.id: s for s in stages.plan("standard")}
     argv = (*planned["threshold"].argv, *planned["threshold"].also["fa2_bench"])
     done = {"id": "threshold", "status": "FAIL", "reason": "wrong", "argv": argv}
-    script = outputs.repro_script(done, [])
+    script = outputs.repro_script(done, [], {})
     want = 'python bench/threshold_optimizer.py "$BUNDLE"/sel_route.csv --fa2 "$BUNDLE"/fa2.csv'
     assert script.endswith(f'/.." && pwd)}}"\n{want}\n')
-    (shown,) = failures.command_block(View({}, {"test": []}, None, tmp_path), done)
+    (shown,) = failures.command_block(View({"env": {}}, {"test": []}, None, tmp_path), done)
     assert shown.text.splitlines()[2] == want
     assert shown.text.startswith(f"```bash\nBUNDLE=artifacts/runner/{tmp_path.name}  # ")
     (tmp_path / "sel.csv").write_text("L\n")
     (tmp_path / "repro").mkdir()
     script = tmp_path / "repro" / "x.sh"
-    script.write_text(outputs.repro_script({**done, "argv": ("cat", "{out}/sel.csv")}, []))
+    script.write_text(outputs.repro_script({**done, "argv": ("cat", "{out}/sel.csv")}, [], {}))
     ran = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
     assert ran.stdout == "L\n", ran.stderr
     assert outputs.typed(planned["sel_route"].argv).endswith("--csv /tmp/sel_route.csv")
     tests = {**done, "argv": ("{python}", "-m", "pytest", "x.py"), "env": {"A": "b c"}}
+    shell = {"variables": {"NSA_USE_GLUON": "0", "NSA_COMMIT": "abc", "HOME": "/root"}}
+    assert outputs.repro(tests, [], shell).startswith("A='b c' NSA_USE_GLUON=0 python -m pytest")
     rows = [test_row("x.py::good"), test_row("x.py::bad[1 2]", "error")]
     want = "A='b c' python -m pytest --tb=short 'x.py::bad[1 2]'"  # what failed, and no more
-    assert outputs.repro(tests, rows) == want
+    assert outputs.repro(tests, rows, {}) == want
 
 
 def test_a_huge_issue_keeps_verdict_failures_and_warnings(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 import nsa
 from nsa import dispatch, launches
-from nsa.flags import Flags
+from nsa.flags import Flags, flag_fields, variables
 from nsa.kernels.triton_sel_kernel import selection_attention_triton, selection_ranges_triton
 from nsa.tests.helpers import HOSTILE_RANGE_KINDS, RANGE_KINDS, make_ranges, randn
 from nsa.tests.sel_cases import check, inputs, oracle_ranges, rows_of
@@ -26,6 +26,13 @@ def attend(x, ranges=RANGES, **how):
         out = selection_attention_triton(*x, ranges, **how)
     torch.testing.assert_close(out.double(), oracle_ranges(*x, ranges), rtol=1e-4, atol=1e-5)
     return out, [(d.route.value, d.fallback_reason) for d in taken]
+
+
+@pytest.fixture(autouse=True)
+def no_flags_of_the_shell(monkeypatch):
+    """A report may run where some are set, and these tests are about those that they set."""
+    for name in {name for f in flag_fields() for name in variables(f)}:
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("kind", RANGE_KINDS + HOSTILE_RANGE_KINDS)

@@ -185,6 +185,9 @@ def git(b: Box) -> Said:
         hidden = f"; git was told not to see {names}" if names else ""
         fix = "commit them, so that the report names what it measured"
         return WARN, f"{git['short']} with changes of yours{hidden}", fix
+    if git.get("dirty") is None:
+        text = f"commit {git['short']}, unknown whether clean: {git.get('problem')}"
+        return WARN, text, "mend what `git status` complains about"
     return OK, f"commit {git['short']}"
 
 

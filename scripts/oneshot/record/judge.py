@@ -285,7 +285,9 @@ def _facts(record: RunRecord) -> Iterator[str]:
     yield " ".join(f"{n} {versions[n]}" for n in known)
     if git.get("short"):
         other = f" as given, but git has {str(git['head'])[:7]}" if git.get("head") else ""
-        yield f"commit {git['short']}" + (" DIRTY" if git.get("dirty") else "") + other
+        unknown = git.get("commit") and git.get("dirty") is None and not other
+        state = " DIRTY" if git.get("dirty") else " (unknown whether clean)" if unknown else ""
+        yield f"commit {git['short']}{state}{other}"
     if is_number(record.monotonic_s):
         minutes, seconds = divmod(round(record.monotonic_s), 60)
         yield f"{minutes} m {seconds:02d} s" if minutes else f"{seconds} s"

@@ -41,7 +41,7 @@ from scripts.oneshot.record.score import score
 
 SCHEMA = "nsa.gpu-report/1"
 DIED = "the runner ended during this stage, when is unknown; --resume takes up what passed"
-PLANNED = ("id", "title", "required", "group", "timeout_s", "argv")  # and gpus, if it has any
+PLANNED = ("id", "title", "required", "group", "timeout_s", "argv", "env")  # and gpus, if any
 SHARDS = "scripts.oneshot.run.shards"  # module that runs a stage's tests in several processes
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from nsa.flags import RUNNER_VARIABLES
 from scripts.oneshot.record.capture import plain
 
 
@@ -44,19 +45,30 @@ def typed(argv: Sequence[str]) -> str:
     return " ".join(parts)
 
 
-def repro(stage: Mapping[str, Any], tests: Sequence[Mapping[str, Any]]) -> str:
-    """The one command that shows the failure of a stage again; tests: the rows of its tests."""
+def repro(
+    stage: Mapping[str, Any], tests: Sequence[Mapping[str, Any]], env: Mapping[str, Any]
+) -> str:
+    """The one command that shows the failure of a stage again; tests: the rows of its tests, env:
+    the run's, whose shell gave every stage its flags."""
     failed = [r["nodeid"] for r in tests if r["outcome"] in ("failed", "error")]
     argv = [str(part) for part in stage["argv"]]
     if failed and "pytest" in argv:
         argv = [*argv[: argv.index("pytest") + 1], "--tb=short", *failed[:20]]
-    given = sorted((stage.get("env") or {}).items())
+    shell = env.get("variables")
+    flags = shell.items() if isinstance(shell, Mapping) else ()
+    flags = {n: v for n, v in flags if n.startswith("NSA_") and n not in RUNNER_VARIABLES}
+    given = sorted({**flags, **(stage.get("env") or {})}.items())
     return " ".join([*(f"{k}={shlex.quote(str(v))}" for k, v in given), typed(argv)])
 
 
-def repro_script(stage: Mapping[str, Any], tests: Sequence[Mapping[str, Any]]) -> str:
+WITH_SCRIPT = ("FAIL", "CRASH", "TIMEOUT")  # stages that have one
+
+
+def repro_script(
+    stage: Mapping[str, Any], tests: Sequence[Mapping[str, Any]], env: Mapping[str, Any]
+) -> str:
     """The same as a script, which finds the bundle that it lies in."""
-    command = repro(stage, tests)
+    command = repro(stage, tests, env)
     folder = 'BUNDLE="${BUNDLE:-$(cd "$(dirname "$0")/.." && pwd)}"\n'
     return (
         "#!/usr/bin/env bash\n"

@@ -77,7 +77,8 @@ def command_block(view: View, stage: Mapping[str, Any]) -> list[Code]:
     """The whole command that shows a failure again; where its file is, if nobody could type it."""
     folder, command = f"artifacts/runner/{view.folder.name}", None
     if stage["argv"]:
-        command = repro(stage, [r for r in view.rows["test"] if r["stage"] == stage["id"]])
+        tests = [r for r in view.rows["test"] if r["stage"] == stage["id"]]
+        command = repro(stage, tests, view.data["env"])
         if "$BUNDLE" in command:
             command = f"BUNDLE={shlex.quote(folder)}  # the folder of this report\n{command}"
         if len(command) > COMMAND_LIMIT:

@@ -17,6 +17,7 @@ from typing import Any
 from scripts.oneshot.record import bundle as bundles
 from scripts.oneshot.record.journal import write_atomic
 from scripts.oneshot.record.markdown import cell
+from scripts.oneshot.record.outputs import WITH_SCRIPT, repro_script
 from scripts.oneshot.record.reading import BundleError, held_to_rules, read_text, rebuild
 from scripts.oneshot.report import about, first, sections
 from scripts.oneshot.report.blocks import Shape, View
@@ -132,6 +133,20 @@ def issue_text(data: Mapping[str, Any], folder: Path, extra: Sequence[str] = ())
     return (head[:cut] if cut > 0 else head) + note
 
 
+def _missing_scripts(data: dict[str, Any], folder: Path) -> list[str]:
+    """Write the repro scripts of stages that the runner did not outlive; their names."""
+    made = []
+    for stage in data["stages"]:
+        name = f"repro/{stage['id']}.sh"
+        known = stage["argv"] and re.fullmatch(r"\w+", stage["id"])  # a journal may be anyone's
+        if stage["status"] in WITH_SCRIPT and known and not (folder / name).exists():
+            tests = [row for row in data["tests"] if row["stage"] == stage["id"]]
+            (folder / "repro").mkdir(exist_ok=True)
+            write_atomic(folder / name, repro_script(stage, tests, data["env"]))
+            made.append(name)
+    return made
+
+
 def render(folder: Path) -> list[str]:
     """Write reports, issue.md and the plots of the bundle in `folder`; returns the notes."""
     data, source = rebuild(folder)
@@ -154,7 +169,8 @@ def render(folder: Path) -> list[str]:
     text = render_text(data, folder, Shape(), plots=drawn, extra=notes)
     write_atomic(folder / "report.md", text)
     write_atomic(folder / "report.html", render_page(data, folder, plots=drawn, extra=notes))
-    bundles.renew_sums(folder, [*about.MADE_HERE, *(path for _, path in drawn)])
+    made = [*_missing_scripts(data, folder), *(path for _, path in drawn)]
+    bundles.renew_sums(folder, [*about.MADE_HERE, *made])
     return notes
 
 

@@ -33,7 +33,13 @@ from scripts.oneshot.record.gate import gate
 from scripts.oneshot.record.journal import Ballast, Journal, read_events, write_atomic, write_json
 from scripts.oneshot.record.judge import Judgement, Status
 from scripts.oneshot.record.model import RunRecord, Stage, StageResult
-from scripts.oneshot.record.outputs import junit_xml, repro_script, scp_line, short_report
+from scripts.oneshot.record.outputs import (
+    WITH_SCRIPT,
+    junit_xml,
+    repro_script,
+    scp_line,
+    short_report,
+)
 from scripts.oneshot.record.reading import read_text
 from scripts.oneshot.record.redact import RULES_VERSION, Redactor
 from scripts.oneshot.report.tables import check_csvs
@@ -296,8 +302,9 @@ class Run:
             lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in tests)
             self.write(f"tests/{result.id}.jsonl", lines)
             self.write(f"tests/{result.id}.junit.xml", junit_xml(result.id, tests))
-        if result.status in (Status.FAIL, Status.CRASH, Status.TIMEOUT):
-            self.write(f"repro/{result.id}.sh", repro_script(result.to_json(), tests))
+        if result.status in WITH_SCRIPT:
+            script = repro_script(result.to_json(), tests, self.record.env)
+            self.write(f"repro/{result.id}.sh", script)
         self.save()
 
     def _on_row(self, stage: str, row: dict[str, Any]) -> None:
