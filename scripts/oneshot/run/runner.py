@@ -102,6 +102,10 @@ class Run:
             self.progress.line("ERROR bundle.json could not be written: no space left")
         return data
 
+    def show(self) -> None:
+        """bundle.json and the short report as of now: what is there after a kill."""
+        self.write("report.md", short_report(self.save()))
+
     def write(self, name: str, text: str) -> None:
         self._stay()
         self.ballast.guarded(lambda: write_atomic(self.folder / name, text))
@@ -115,7 +119,7 @@ class Run:
         facts |= {"price_per_hour": self.args.price, "plan": [s.planned() for s in self.stages]}
         facts["started"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         self.event("run_start", **facts)
-        self.write("report.md", short_report(self.save()))  # until, or if, there is a better one
+        self.show()
         self.progress.line(f"run {self.run_id}, profile {self.profile}, into {self.folder}")
         if left_out := LEFT_OUT.get(self.profile):
             names = ", ".join(left_out)
@@ -284,7 +288,7 @@ class Run:
 
     def _start(self, stage: Stage, attempt: int, log: str | None) -> None:
         self.event("stage_start", stage=stage.id, attempt=attempt, log=log)
-        self.save()
+        self.show()
 
     def _end(self, result: StageResult) -> None:
         if result.gpus and result.reason and not result.reason.startswith("GPU"):
@@ -298,7 +302,7 @@ class Run:
             self.write(f"tests/{result.id}.junit.xml", junit_xml(result.id, tests))
         if result.status in (Status.FAIL, Status.CRASH, Status.TIMEOUT):
             self.write(f"repro/{result.id}.sh", repro_script(result.to_json(), tests))
-        self.save()
+        self.show()
 
     def _on_row(self, stage: str, row: dict[str, Any]) -> None:
         if row["kind"] == "progress":
@@ -370,18 +374,17 @@ class Run:
             self.note(f"{self.journal.lost} events did not fit on the disk")
         self.event("run_end", ended_by=ended_by, complete=ended_by in ("normal", "budget"))
         self.journal.close()
-        data = self.save()
-        self.write("report.md", short_report(data))
+        self.show()
         self.ballast.drop()
         outcome = self._redact(None)
-        self.write("report.md", short_report(self.save()))  # with what the gate said
+        self.show()  # with what the gate said
         self._render(2.0 if hurried else 90.0)
         rendered = outcome["gate"]
         outcome = self._redact(outcome)
         if outcome["gate"] != rendered:  # the reports speak of another outcome
             for name in ("report.html", "issue.md"):
                 (self.folder / name).unlink(missing_ok=True)
-            self.write("report.md", short_report(self.save()))
+            self.show()
         data = self.save(bundles.inventory(self.folder))
         code = data["verdict"]["exit_code"] if self.saved else judge.EXIT_INFRA
         packed = None
