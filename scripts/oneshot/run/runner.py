@@ -75,7 +75,7 @@ class Run:
         self.run_id = f"{stamp}-{secrets.token_hex(2)}"
         self.started = time.monotonic()
         self.record = RunRecord()
-        self.previous: tuple[RunRecord, Path] | None = None
+        self.previous: list[tuple[RunRecord, Path]] = []  # to take stages from, the newest first
         self.out_of_budget = self.internal_error = False
         self.saved = False  # bundle.json says what the record says
         self._commit = self.args.commit
@@ -151,21 +151,23 @@ class Run:
             stage = stage.completed(self.record.results)
             if (reused := self._reusable(stage)) is not None:
                 self._end(reused)
+            elif (reason := self._no_time(stage)) is not None:
+                self._end(supervise.not_run(stage, *reason))
             else:
                 self._attempt(stage)
 
     def _take_previous(self) -> None:
-        """Keep what an earlier run of this commit left, and read it for --resume.
+        """Keep what an earlier run of this commit left, and read what is kept for --resume.
 
         Its archive goes, or it would pass for this run's; all that was in it is kept.
         """
         bundles.archive(self.folder).unlink(missing_ok=True)
-        events = read_events(self.folder / "events.jsonl")
-        old = RunRecord.replay(events) if events else None
+        record = lambda folder: RunRecord.replay(read_events(folder / "events.jsonl"))
         if self.folder.exists():
-            aside = bundles.set_aside(self.folder, old.run_id if old else None)
-            if old and aside and self.args.resume:
-                self.previous = (old, aside)
+            bundles.set_aside(self.folder, record(self.folder).run_id)
+        if self.args.resume:
+            kept = reversed(bundles.previous_runs(self.folder))
+            self.previous = [(record(folder), folder) for folder in kept]
         self.place = Place(self.folder)
 
     def _stay(self) -> None:
@@ -249,6 +251,10 @@ class Run:
             skipped = first is not None and first.status is Status.SKIPPED
             kind = first.kind if first is not None and judge.is_cut(first) else None
             return Status.SKIPPED if skipped else Status.NOT_RUN, why, kind
+        return None
+
+    def _no_time(self, stage: Stage) -> tuple[Status, str, str | None] | None:
+        """The same for a budget that is spent: asked last, since taking over costs nothing."""
         left = self._budget_left()
         if left is not None and left < max(5.0, stage.estimate_s / 4):
             self.out_of_budget = True
@@ -317,19 +323,33 @@ class Run:
         self.progress.tick(elapsed, limit, rows)
 
     def _reusable(self, stage: Stage) -> StageResult | None:
-        """Return the PASS of an earlier run, if everything that could change it is the same."""
-        old, folder = self.previous or (RunRecord(), self.folder)
-        done = old.results.get(stage.id)
-        then = parse_date(done.started or old.started) if done else None
-        if done is None or done.status is not Status.PASS or then is None:
-            return None
-        asked = [(one.argv, dict(one.env)) for one in (done, stage)]
-        boxes = [old.env_fingerprint, self.record.env_fingerprint]
-        same = asked[0] == asked[1] and boxes[0] == boxes[1]
+        """Return the newest PASS of the earlier runs on this box that can be taken over."""
+        for old, folder in self.previous:
+            done = old.results.get(stage.id)
+            if done is None or not self._same_box(old, done):
+                continue
+            if judge.went_wrong(done):
+                return None  # an older PASS would hide that
+            if done.status is Status.PASS and (taken := self._take_over(stage, done, old, folder)):
+                return taken
+        return None
+
+    def _same_box(self, old: RunRecord, done: StageResult) -> bool:
+        """Whether this result is of these sources and this box, and fresh."""
+        then = parse_date(done.started or old.started)
+        same = old.env_fingerprint == self.record.env_fingerprint
         same &= checkout.same_sources(old.git, self.git) and not old.git.get("changed_during_run")
-        same &= -AHEAD < datetime.now(timezone.utc) - then < RESUME_MAX_AGE
+        if not same or then is None:
+            return False
+        return -AHEAD < datetime.now(timezone.utc) - then < RESUME_MAX_AGE
+
+    def _take_over(
+        self, stage: Stage, done: StageResult, old: RunRecord, folder: Path
+    ) -> StageResult | None:
+        """Take over the PASS `done`, if the same was asked and what it left holds."""
         rows = old.rows.get(stage.id, [])
         benches = [{**r, "stage": stage.id} for r in rows if r["kind"] == "bench"]
+        same = done.argv == stage.argv and dict(done.env) == dict(stage.env)
         if not same or any(r["status"] == "UNSTABLE" for r in benches):
             return None
         tables = {"bench": benches, "stages": [done.to_json()]}
