@@ -41,6 +41,20 @@ def test_earlier_runs_are_moved_and_three_are_kept(folder):
     assert {p.read_text() for p in folder.glob("prev/r*/report.md")} == {"first", "second"}
 
 
+def test_runs_are_old_by_when_they_wrote_and_not_by_name(folder):
+    """ "unknown" sorts after all dates, and so does the name of a clock that was ahead."""
+    for at, name in enumerate(("unknown", "20991231", "20261122")):
+        (folder / "prev" / name).mkdir()
+        (folder / "prev" / name / "events.jsonl").touch()
+        os.utime(folder / "prev" / name / "events.jsonl", (1e9 + at, 1e9 + at))
+    os.utime(folder / "prev" / "20251101", (1, 1))
+    (folder / "events.jsonl").touch()
+    os.utime(folder / "events.jsonl", (5e8, 5e8))  # a clock that went back: spared all the same
+    target = bundle.set_aside(folder, "20261121")
+    kept = [p.name for p in bundle.previous_runs(folder)]
+    assert target.is_dir() and kept == ["20261121", "20991231", "20261122"]
+
+
 def test_sums_and_archive_hold_this_run_only(folder):
     bundle.write_sums(folder)
     done = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=folder, check=False)

@@ -139,6 +139,18 @@ def told(outcome: Outcome, patterns: tuple[str, ...]) -> set[str]:
     return matched
 
 
+def tells_what_passed(outcome: Outcome) -> None:
+    """report.md of a run that was cut off has each stage that ended, and how to go on."""
+    if not (outcome.folder / "bundle.json").exists() or rebuild(outcome.folder)[0]["ended"]:
+        return
+    text = (outcome.folder / "report.md").read_text(encoding="utf-8")
+    assert "**This run has not ended - " in text and "BROKEN" not in text
+    assert "scripts.oneshot render FOLDER" in text and "`--resume`" in text
+    went = {"CRASH": "running", "NOT_RUN": "not yet"}
+    for stage in outcome.bundle["stages"]:
+        assert f"| {stage['id']} | {went.get(stage['status'], stage['status'])} |" in text
+
+
 def cut_off(outcome: Outcome) -> None:
     """The journal carries the report, and bundle.json is a moment of it as a whole."""
     told(outcome, CUT_OFF)
@@ -148,6 +160,7 @@ def cut_off(outcome: Outcome) -> None:
         kept = {k: v for k, v in outcome.bundle.items() if k != "files"}
         assert any(kept == {k: m[k] for k in kept} for m in moments)
     assert not [p for p in outcome.folder.rglob("*.tmp")]
+    tells_what_passed(outcome)
     report.render(outcome.folder)
     text = (outcome.folder / "report.md").read_text(encoding="utf-8")
     inert((outcome.folder / "report.html").read_text(encoding="utf-8"))

@@ -258,6 +258,20 @@ def test_earlier_runs_stay_as_they_were_sealed(tmp_path):
     assert len(list(folder.glob("prev/*/report.md"))) == 2
 
 
+def test_a_budget_cuts_nothing_that_was_proven(tmp_path):
+    first = go(tmp_path, "pass,slow").bundle["run_id"]
+    done = go(tmp_path, "pass,bench,slow", "--resume", "--budget", "11")  # none is left to run one
+    assert done.bundle["resumed"] == {first: ["pass", "slow"]}, done.console
+    assert done.code == 3 and done.stage("bench")["kind"] == "BUDGET"
+
+
+def test_a_resume_that_was_killed_costs_nothing(tmp_path):
+    first = go(tmp_path, "pass").bundle["run_id"]
+    assert go(tmp_path, "pass", "--resume", fault={"kill": "stage_start:env"}).code == -9
+    done = go(tmp_path, "pass", "--resume")
+    assert done.bundle["resumed"] == {first: ["pass"]}, done.console
+
+
 def test_nothing_is_taken_over_from_another_card(tmp_path):
     """A box of the same kind, rented again: its card has another UUID."""
     env, smi = fake_gpu(tmp_path), tmp_path / "bin" / "nvidia-smi"

@@ -199,7 +199,7 @@ def resumed(half_run):
                 + "\n"
                 for r in rows
             ))  # fmt: skip
-        half_run.previous = (old, prev)
+        half_run.previous = [(old, prev)]
         return half_run._reusable(stage)
 
     return ask
@@ -279,13 +279,34 @@ def test_only_the_same_question_on_the_same_box_is_taken_over(
 ):
     stage = planned("more_parity")
     assert resumed(stage)
-    old, folder = half_run.previous
+    ((old, folder),) = half_run.previous
     old.results[stage.id] = replace(old.results[stage.id], **of_stage)
-    half_run.previous = replace(old, **of_run), folder
+    half_run.previous = [(replace(old, **of_run), folder)]
     found = half_run._reusable(stage)
     assert (found is not None) == taken
     if taken:  # the run that it is really of
         assert found.resumed_from == of_stage.get("resumed_from", "r")
+
+
+@pytest.mark.parametrize(("newer", "taken"), [
+    ({"status": Status.PASS}, "newer"), (None, "r"),
+    ({"status": Status.NOT_RUN, "reason": "x"}, "r"),
+    ({"status": Status.INFRA, "reason": "x", "kind": "PREEMPTED"}, "r"),
+    ({"status": Status.TIMEOUT, "reason": "x", "kind": "BUDGET"}, "r"),
+    ({"status": Status.PASS, "argv": ("{python}", "other.py")}, "r"),
+    ({"status": Status.FAIL, "reason": "x"}, None),  # an older PASS would hide it
+    ({"status": Status.FAIL, "reason": "x", "argv": ("{python}", "other.py")}, None),
+])  # fmt: skip
+def test_the_newest_proven_result_is_taken_over(resumed, half_run, newer, taken):
+    """Also where the run before was cut off, cut short or asked for something else."""
+    stage = planned("more_parity")
+    assert resumed(stage)
+    ((old, folder),) = half_run.previous
+    results = {stage.id: replace(old.results[stage.id], **newer)} if newer else {}
+    half_run.previous.insert(0, (replace(old, run_id="newer", results=results), folder))
+    half_run.previous.insert(0, (RunRecord(), folder))  # killed before the box was known
+    found = half_run._reusable(stage)
+    assert (found and found.resumed_from) == taken
 
 
 @pytest.mark.parametrize("status", [*Status, None])

@@ -10,6 +10,7 @@ import os
 import shutil
 import tarfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,18 @@ REFUSE_BYTES = 25 * 2**20
 SUMS = "SHA256SUMS"
 
 
+def _written(run: Path) -> int:
+    """When a run wrote its last, in ns. Not its name: "unknown" has no date."""
+    for path in (run / "events.jsonl", run / "bundle.json", run):
+        with suppress(OSError):
+            return path.stat().st_mtime_ns
+    return 0
+
+
 def previous_runs(folder: Path) -> list[Path]:
     """Earlier runs of the same commit, oldest first."""
-    return sorted(p for p in (folder / "prev").glob("*") if p.is_dir())
+    found = (p for p in (folder / "prev").glob("*") if p.is_dir())
+    return sorted(found, key=lambda p: (_written(p), p.name))
 
 
 def free_name(path: Path) -> Path:
@@ -33,7 +43,7 @@ def free_name(path: Path) -> Path:
 
 
 def set_aside(folder: Path, run_id: str | None) -> Path | None:
-    """Move what an earlier run left in `folder` to prev/<run_id>; keep the newest three."""
+    """Move what an earlier run left in `folder` to prev/<run_id>; keep it and the newest two."""
     items = [p for p in folder.iterdir() if p.name not in ("prev", ".ballast")]
     if not items:
         return None
@@ -41,7 +51,8 @@ def set_aside(folder: Path, run_id: str | None) -> Path | None:
     target.mkdir(parents=True)
     for item in items:
         os.replace(item, target / item.name)
-    for old in previous_runs(folder)[:-KEEP_PREVIOUS]:
+    others = [p for p in previous_runs(folder) if p != target]  # a clock may have been ahead
+    for old in others[: 1 - KEEP_PREVIOUS]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 

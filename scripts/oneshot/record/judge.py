@@ -182,6 +182,12 @@ def is_cut(stage: StageResult) -> bool:
     return stage.kind == "BUDGET" or no_memory
 
 
+def went_wrong(stage: StageResult) -> bool:
+    """Did this stage run and not come out right, for another reason than that it was cut off?"""
+    wrong = (Status.FAIL, Status.CRASH, Status.TIMEOUT, Status.INFRA)
+    return stage.status in wrong and stage.kind not in ("BUDGET", "PREEMPTED")
+
+
 def verdict(record: RunRecord, stages: list[StageResult]) -> dict[str, Any]:
     """Status, exit code and the one line of the whole run."""
     outcomes = Counter(t["outcome"] for t in record.rows_of("test"))

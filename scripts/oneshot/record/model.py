@@ -41,6 +41,7 @@ from scripts.oneshot.record.score import score
 
 SCHEMA = "nsa.gpu-report/1"
 DIED = "the runner ended during this stage, when is unknown; --resume takes up what passed"
+UNREACHED = "the run ended before this stage"
 PLANNED = ("id", "title", "required", "group", "timeout_s", "argv", "env")  # and gpus, if any
 SHARDS = "scripts.oneshot.run.shards"  # module that runs a stage's tests in several processes
 
@@ -300,7 +301,7 @@ class RunRecord:
         out = dict(self.results)
         for planned in (p for p in self.plan if p["id"] not in out):
             common = {k: planned[k] for k in (*PLANNED, "gpus") if k in planned}
-            common |= {"status": "NOT_RUN", "reason": "the run ended before this stage"}
+            common |= {"status": "NOT_RUN", "reason": UNREACHED}
             if (running := self.running) and running["stage"] == planned["id"]:
                 began, last = running.get("m"), self.monotonic_s
                 known = is_number(began) and is_number(last) and last >= began

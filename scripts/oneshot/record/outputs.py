@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 
 from nsa.flags import RUNNER_VARIABLES
 from scripts.oneshot.record.capture import plain
+from scripts.oneshot.record.model import DIED, UNREACHED
 
 
 def junit_xml(stage: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -78,16 +80,42 @@ def repro_script(
     )
 
 
+# What a record says of stages without a result, in words that hold while its run goes on, too.
+UNDER_WAY = {DIED: "running", UNREACHED: "not yet"}
+CUT_SHORT = (
+    "If it runs no more, it was cut short: `python -m scripts.oneshot render FOLDER`, with the "
+    "folder of this file, makes the full report of what there is, and `--resume` takes up what "
+    "passed.",
+    "", "Not looked over for private data.", "",
+)  # fmt: skip
+
+
+def _so_far(data: Mapping[str, Any]) -> str:
+    """The first line of a run that has not ended: it has no verdict yet, and may never have one."""
+    ended = Counter(s["status"] for s in data["stages"] if s["reason"] not in UNDER_WAY)
+    counts = ", ".join(f"{count} {status}" for status, count in ended.items()) or "none"
+    of = f"profile {data['profile']}, commit {data['git'].get('short')}"
+    part = f"; partial run ({data['partial']})" if data["partial"] else ""
+    stages = f"{ended.total()} of {len(data['stages'])} stages so far: {counts}"
+    return f"This run has not ended - {stages}; {of}{part}"
+
+
 def short_report(data: Mapping[str, Any]) -> str:
     """A report of the standard library alone: what stands until, or if, the full one is made."""
+    going = data["ended"] is None
 
     def cell(value: Any) -> str:
         return " ".join(str("" if value is None else value).split()).replace("|", "\\|")[:300]
 
     cpu = ["This report speaks of no GPU: it ran on the CPU only.", ""]
-    out = [*(cpu if data["scope"] == "cpu" else ()), f"**{cell(data['verdict']['one_line'])}**"]
-    out += ["", "| stage | result | seconds | why |", "|---|---|---|---|"]
+    line = _so_far(data) if going else data["verdict"]["one_line"]
+    out = [*(cpu if data["scope"] == "cpu" else ()), f"**{cell(line)}**", ""]
+    out += CUT_SHORT if going else ()
+    out += ["| stage | result | seconds | why |", "|---|---|---|---|"]
     for s in data["stages"]:
+        if going and (state := UNDER_WAY.get(s["reason"])):
+            out.append(f"| {s['id']} | {state} | | |")
+            continue
         out.append(f"| {s['id']} | {s['status']} | {s['wall_s']:.1f} | {cell(s['reason'])} |")
     blocks = [c for c in data["doctor"] if c["level"] != "OK"]
     if blocks:

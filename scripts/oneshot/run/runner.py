@@ -81,7 +81,7 @@ class Run:
         self.run_id = f"{stamp}-{secrets.token_hex(2)}"
         self.started = time.monotonic()
         self.record = RunRecord()
-        self.previous: tuple[RunRecord, Path] | None = None
+        self.previous: list[tuple[RunRecord, Path]] = []  # to take stages from, the newest first
         self.out_of_budget = self.internal_error = False
         self.saved = False  # bundle.json says what the record says
         self._commit = self.args.commit
@@ -108,6 +108,10 @@ class Run:
             self.progress.line("ERROR bundle.json could not be written: no space left")
         return data
 
+    def show(self) -> None:
+        """bundle.json and the short report as of now: what is there after a kill."""
+        self.write("report.md", short_report(self.save()))
+
     def write(self, name: str, text: str) -> None:
         self._stay()
         self.ballast.guarded(lambda: write_atomic(self.folder / name, text))
@@ -121,7 +125,7 @@ class Run:
         facts |= {"price_per_hour": self.args.price, "plan": [s.planned() for s in self.stages]}
         facts["started"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         self.event("run_start", **facts)
-        self.write("report.md", short_report(self.save()))  # until, or if, there is a better one
+        self.show()
         self.progress.line(f"run {self.run_id}, profile {self.profile}, into {self.folder}")
         if left_out := LEFT_OUT.get(self.profile):
             names = ", ".join(left_out)
@@ -153,21 +157,23 @@ class Run:
             stage = stage.completed(self.record.results)
             if (reused := self._reusable(stage)) is not None:
                 self._end(reused)
+            elif (reason := self._no_time(stage)) is not None:
+                self._end(supervise.not_run(stage, *reason))
             else:
                 self._attempt(stage)
 
     def _take_previous(self) -> None:
-        """Keep what an earlier run of this commit left, and read it for --resume.
+        """Keep what an earlier run of this commit left, and read what is kept for --resume.
 
         Its archive goes, or it would pass for this run's; all that was in it is kept.
         """
         bundles.archive(self.folder).unlink(missing_ok=True)
-        events = read_events(self.folder / "events.jsonl")
-        old = RunRecord.replay(events) if events else None
+        record = lambda folder: RunRecord.replay(read_events(folder / "events.jsonl"))
         if self.folder.exists():
-            aside = bundles.set_aside(self.folder, old.run_id if old else None)
-            if old and aside and self.args.resume:
-                self.previous = (old, aside)
+            bundles.set_aside(self.folder, record(self.folder).run_id)
+        if self.args.resume:
+            kept = reversed(bundles.previous_runs(self.folder))
+            self.previous = [(record(folder), folder) for folder in kept]
         self.place = Place(self.folder)
 
     def _stay(self) -> None:
@@ -251,6 +257,10 @@ class Run:
             skipped = first is not None and first.status is Status.SKIPPED
             kind = first.kind if first is not None and judge.is_cut(first) else None
             return Status.SKIPPED if skipped else Status.NOT_RUN, why, kind
+        return None
+
+    def _no_time(self, stage: Stage) -> tuple[Status, str, str | None] | None:
+        """The same for a budget that is spent: asked last, since taking over costs nothing."""
         left = self._budget_left()
         if left is not None and left < max(5.0, stage.estimate_s / 4):
             self.out_of_budget = True
@@ -290,7 +300,7 @@ class Run:
 
     def _start(self, stage: Stage, attempt: int, log: str | None) -> None:
         self.event("stage_start", stage=stage.id, attempt=attempt, log=log)
-        self.save()
+        self.show()
 
     def _end(self, result: StageResult) -> None:
         if result.gpus and result.reason and not result.reason.startswith("GPU"):
@@ -305,7 +315,7 @@ class Run:
         if result.status in WITH_SCRIPT:
             script = repro_script(result.to_json(), tests, self.record.env)
             self.write(f"repro/{result.id}.sh", script)
-        self.save()
+        self.show()
 
     def _on_row(self, stage: str, row: dict[str, Any]) -> None:
         if row["kind"] == "progress":
@@ -320,19 +330,33 @@ class Run:
         self.progress.tick(elapsed, limit, rows)
 
     def _reusable(self, stage: Stage) -> StageResult | None:
-        """Return the PASS of an earlier run, if everything that could change it is the same."""
-        old, folder = self.previous or (RunRecord(), self.folder)
-        done = old.results.get(stage.id)
-        then = parse_date(done.started or old.started) if done else None
-        if done is None or done.status is not Status.PASS or then is None:
-            return None
-        asked = [(one.argv, dict(one.env)) for one in (done, stage)]
-        boxes = [old.env_fingerprint, self.record.env_fingerprint]
-        same = asked[0] == asked[1] and boxes[0] == boxes[1]
+        """Return the newest PASS of the earlier runs on this box that can be taken over."""
+        for old, folder in self.previous:
+            done = old.results.get(stage.id)
+            if done is None or not self._same_box(old, done):
+                continue
+            if judge.went_wrong(done):
+                return None  # an older PASS would hide that
+            if done.status is Status.PASS and (taken := self._take_over(stage, done, old, folder)):
+                return taken
+        return None
+
+    def _same_box(self, old: RunRecord, done: StageResult) -> bool:
+        """Whether this result is of these sources and this box, and fresh."""
+        then = parse_date(done.started or old.started)
+        same = old.env_fingerprint == self.record.env_fingerprint
         same &= checkout.same_sources(old.git, self.git) and not old.git.get("changed_during_run")
-        same &= -AHEAD < datetime.now(timezone.utc) - then < RESUME_MAX_AGE
+        if not same or then is None:
+            return False
+        return -AHEAD < datetime.now(timezone.utc) - then < RESUME_MAX_AGE
+
+    def _take_over(
+        self, stage: Stage, done: StageResult, old: RunRecord, folder: Path
+    ) -> StageResult | None:
+        """Take over the PASS `done`, if the same was asked and what it left holds."""
         rows = old.rows.get(stage.id, [])
         benches = [{**r, "stage": stage.id} for r in rows if r["kind"] == "bench"]
+        same = done.argv == stage.argv and dict(done.env) == dict(stage.env)
         if not same or any(r["status"] == "UNSTABLE" for r in benches):
             return None
         tables = {"bench": benches, "stages": [done.to_json()]}
@@ -377,18 +401,17 @@ class Run:
             self.note(f"{self.journal.lost} events did not fit on the disk")
         self.event("run_end", ended_by=ended_by, complete=ended_by in ("normal", "budget"))
         self.journal.close()
-        data = self.save()
-        self.write("report.md", short_report(data))
+        self.show()
         self.ballast.drop()
         outcome = self._redact(None)
-        self.write("report.md", short_report(self.save()))  # with what the gate said
+        self.show()  # with what the gate said
         self._render(2.0 if hurried else 90.0)
         rendered = outcome["gate"]
         outcome = self._redact(outcome)
         if outcome["gate"] != rendered:  # the reports speak of another outcome
             for name in ("report.html", "issue.md"):
                 (self.folder / name).unlink(missing_ok=True)
-            self.write("report.md", short_report(self.save()))
+            self.show()
         data = self.save(bundles.inventory(self.folder))
         code = data["verdict"]["exit_code"] if self.saved else judge.EXIT_INFRA
         packed = None
