@@ -553,7 +553,8 @@ def _detach(argv: list[str], out: Path, folder: Path) -> int:
                 say(said.read().strip() or f"not started: the run ended with exit code {code}")
                 return code
             time.sleep(0.05)
-    print(f"{words} {child.pid}; follow it: python -m scripts.oneshot attach {out}")
+    where = shlex.quote(str(out))
+    print(f"{words} {child.pid}; follow it: python -m scripts.oneshot attach {where}")
     return 0
 
 
