@@ -86,7 +86,7 @@ CUT_SHORT = (
     "If it runs no more, it was cut short: `python -m scripts.oneshot render FOLDER`, with the "
     "folder of this file, makes the full report of what there is, and `--resume` takes up what "
     "passed.",
-    "", "It has not been searched for private data yet.", "",
+    "", "Not looked over for private data.", "",
 )  # fmt: skip
 
 
