@@ -8,6 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # With it, each of hundreds of processes would compile its imports again.
 unset PYTHONDONTWRITEBYTECODE
+# With the one nsa is not found here, with the other no assertion counts.
+unset PYTHONSAFEPATH PYTHONOPTIMIZE
 python_bin="$(python3 scripts/setup_env.py --cpu-tests)"
 export OMP_NUM_THREADS=1
 workers="$(getconf _NPROCESSORS_ONLN)"

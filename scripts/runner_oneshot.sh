@@ -4,6 +4,7 @@
 # codes see `python -m scripts.oneshot run --help` and `python -m scripts.oneshot --help`.
 set -euo pipefail
 unset CDPATH # cd would look there first, and might run another clone
+unset PYTHONINSPECT # a Python would not end with its exit code
 
 # A relative out_dir is meant from where the caller stands.
 if [ $# -gt 0 ] && [ "${1#-}" = "$1" ] && [ "${1#/}" = "$1" ]; then

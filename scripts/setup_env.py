@@ -32,6 +32,11 @@ from scripts.oneshot import streams  # noqa: E402
 from scripts.oneshot.streams import say  # noqa: E402
 from scripts.pythons import LEAST, SetupFailed, joined  # noqa: E402
 
+# Of the caller's Python; no process that is started from here is to have them. With the one,
+# `python -m scripts.oneshot` does not find the sources; with the other, no assertion of a test
+# counts.
+UNWANTED = ("PYTHONSAFEPATH", "PYTHONOPTIMIZE")
+
 CUDA = """
 import json
 try:
@@ -173,6 +178,8 @@ def run_python(argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    for name in UNWANTED:
+        os.environ.pop(name, None)
     if argv[:1] == ["--run"]:
         return run_report(argv[1:])
     if argv[:1] == ["--exec"] and argv[1:]:

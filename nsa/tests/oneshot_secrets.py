@@ -54,7 +54,14 @@ requests.get(u, auth=('bob', '{{hunter2}}')) ¦ cmd -p alice:{{hunter2pw}}
 cmd -p {{Sw0rdfish!}} host ¦ lftp -u bob,{{hunter2}} sftp://h ¦ xfreerdp /u:bob /p:{{hunter2}}
 mongosh --username a --password {{S3cr3t}} ¦ htpasswd -b f bob {{S3cr3t}}
 ldapsearch -w {{S3cr3t}} -x
+postgres://bob:{{P@hunter2}}@db/x ¦ bob:{{p@hunter2}}@db:5432/x
+https://bob:P@{{ssw0rd!2024}}@git.example.com/x.git ¦ https://{{user:sec/}}ret@host.example.com/
+https://bob@example.com:pa/{{s@hunter2}}@host/o/r ¦ https://:{{a:b/c}}@host/
+https://bob:it's{{hunter2}}@host/ ¦ https://{{tok@en}}@host/ ¦ ssh://bob:8{{0a/x}}@host/
 ¦¦ a token, a session, a password
+MYSQL_PWD={{hunter}} ¦ export DB_PASS={{hunter}} ¦ {'MYSQL_PWD': '{{hunter}}'} ¦ Pwd={{hunter}};
+FOO_KEY='{{correct horse battery}}' ¦ FOO_AUTH="{{correct horse}}" ¦ FOO_KEY={{abcd1234}}
+password={{$ecretPass1}} ¦ password='{{$ecret Pass}}' ¦ password={{no$ecret}} ¦ password={{%secret}}
 token = {{abcdef123456}} ¦ "token": "{{abcdefgh}}" ¦ export HF_TOKEN={{abcdefgh}}
 token: {{ABCDEFGHIJKL}} ¦ token%3D{{abcd1234efgh}} ¦ X-Access-Key: {{abcdefgh}}
 server token {{12345678-1234-1234-1234-123456789abc}} ¦ 'Authorization': 'Bearer {{abc}}'

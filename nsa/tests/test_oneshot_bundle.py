@@ -121,7 +121,12 @@ def test_git_state(sources):
         ("git@github.com:o/r.git", "github.com/o/r"),
         ("https://x:tok@h.example/o/r.git?a=b", "h.example/o/r"),
         ("ssh://git@h.example:2222/o/r", "h.example/o/r"),
-        ("https://alice:pw12345678@git.example.com/o/r.git", "git.example.com/o/r"),
+        ("https://user:sec/ret@h.example/o/r", "h.example/o/r"),
+        ("HTTPS://a@b.example:P@s/w@h.example/o/r", "h.example/o/r"),
+        ("https://h.example:8443/@o/r", "h.example/@o/r"),
+        ("git@h.example:@o/r.git", "h.example/@o/r"),
+        ("/srv/a@b/c", "/srv/a@b/c"),
+        ("https://alice:P@ssw0rd!2024@git.example.com/o/r.git", "git.example.com/o/r"),
     ):
         assert checkout.plain_remote(url) == plain
     git(sources, "remote", "add", "origin", url)

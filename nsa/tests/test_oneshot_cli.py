@@ -27,7 +27,7 @@ from nsa.tests.oneshot_faults import ROOT, Outcome, command, environment, fake_g
 from nsa.tests.oneshot_samples import write_sample
 from scripts import setup_env
 from scripts.oneshot import streams
-from scripts.oneshot.__main__ import main
+from scripts.oneshot.__main__ import VERBS, main
 from scripts.oneshot.box.checkout import git_facts
 from scripts.oneshot.compare import verify
 from scripts.oneshot.record.journal import Journal
@@ -155,12 +155,18 @@ def test_plan_names_real_files(profile):
                 assert (ROOT / part).is_file(), f"{stage.id} names {part}"
 
 
-def test_gpu_profile_without_a_gpu_says_not_run(tmp_path):
-    """The real entry, and a torch that cannot be imported: the report still comes."""
+# Without the folder of the sources on its path; without docstrings and assertions; without an end.
+OF_PYTHON = {"PYTHONSAFEPATH": "1", "PYTHONOPTIMIZE": "2", "PYTHONINSPECT": "1"}
+
+
+@pytest.mark.parametrize("of_python", [{}, OF_PYTHON], ids=["plain", "of_python"])
+def test_gpu_profile_without_a_gpu_says_not_run(tmp_path, of_python):
+    """The real entry, and a torch that cannot be imported: the report still comes, whatever the
+    caller's Python is told by its own variables."""
     fake = tmp_path / "fake" / "torch"
     fake.mkdir(parents=True)
     (fake / "__init__.py").write_text("raise ImportError('torch is blocked')")
-    env = {**os.environ, "PYTHONPATH": str(fake.parent), "PYTHON": sys.executable}
+    env = {**os.environ, "PYTHONPATH": str(fake.parent), "PYTHON": sys.executable, **of_python}
     done = subprocess.run(
         ["bash", str(ROOT / "scripts" / "runner_oneshot.sh"), "out", "--profile", "quick",
          "--commit", "abc1234f"],
@@ -176,7 +182,16 @@ def test_gpu_profile_without_a_gpu_says_not_run(tmp_path):
     assert "NOT_RUN" in report
     left_out = "decode_serving, more_parity, sel_route, threshold, train_showcase"
     assert f"profile quick leaves out {left_out}" in report
+    assert {"report.html", "issue.md"} <= {p.name for p in (tmp_path / "out" / "abc1234").iterdir()}
     assert done.stdout.rstrip().endswith("exit code 3")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_works_without_docstrings(verb):
+    """As under PYTHONOPTIMIZE=2."""
+    argv = [sys.executable, "-OO", "-m", "scripts.oneshot", verb, "--help"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage:"), done.stderr
 
 
 def test_a_usage_error_is_found_before_anything_is_installed(monkeypatch, capsys):

@@ -434,6 +434,15 @@ def test_exec_runs_the_choice_with_its_small_packages(became, monkeypatch, tmp_p
             setup_env.main(argv)
 
 
+def test_what_python_runs_has_its_assertions_and_finds_the_sources(became, monkeypatch):
+    for name in setup_env.UNWANTED:
+        monkeypatch.setenv(name, "1")
+    given = {}
+    monkeypatch.setattr(setup_env.os, "execve", lambda path, argv, env: given.update(env))
+    setup_env.main(["--run", "--dry-run"])
+    assert given and not given.keys() & {"PYTHONSAFEPATH", "PYTHONOPTIMIZE"}
+
+
 @pytest.mark.parametrize("option", ["--dry-run", "--help"])
 def test_a_dry_run_installs_nothing(became, machine, monkeypatch, option):
     for module, name in ((pythons, "make_venv"), (pythons, "pip"), (setup_env, "choose")):

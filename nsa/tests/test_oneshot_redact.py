@@ -14,6 +14,7 @@ import pytest
 
 from nsa.tests.oneshot_faults import CANARIES, PRIVATE
 from nsa.tests.oneshot_secrets import ENVIRON, SHAPES
+from scripts.oneshot.box.env import _cpu_model
 from scripts.oneshot.record.gate import gate
 from scripts.oneshot.record.redact import Redactor
 
@@ -103,6 +104,10 @@ cudnn-cu12: 9.10.2.21 ¦ nvrtc=12.4.5.8 ¦ tensorrt==10.3.0.26 ¦ cookie: none �
 "triton_pin": "triton==3.6.0" ¦ "parity_pass":1051,"PASS": "good" ¦ tokens: 'Tensor' = None
 token = first_token + 1 ¦ key=operator.itemgetter(0) ¦ class State(threading.local):
 q[0, -queries:] ¦ actions/checkout@v4 memcpy@GLIBC_2.14 image@sha256:12 ¦ malice and Alicedale
+https://host.example/@user/x ¦ https://pypi.example/pkg@1.0 ¦ http://[::1]:8000/@vite
+https://host.example:8443/@user/x ¦ http://localhost:8000/a@1.0 ¦ git+https://h.example/o/r@v1.0
+PASSWORD=$DB_PASSWORD ¦ password="$PW" --x ¦ PASSWORD=${PW} ¦ PASSWORD=$(pass x) ¦ password=$1
+OLD_PWD=/opt/x ¦ PWD=/opt/x ¦ pass=fwd ¦ N_PASS: 1051 ¦ SORT_KEY='median' ¦ SORT_KEY=name_of_file
 at 1.5.2 of 3.10.1 ¦ docker -u 1000:1000 ¦ GPU 0: NVIDIA H200, 143771 MiB
 """
 
@@ -147,6 +152,46 @@ def test_a_secret_may_begin_with_a_slash_and_a_path_is_none(tmp_path):
     redactor = alone(environ)
     assert key not in redactor.text(f"got {key} and /{key}")
     assert redactor.text(f"{path} /usr/lib/absent") == f"{path} /usr/lib/absent"
+
+
+@pytest.mark.parametrize(("name", "secret"), [
+    ("SMALL_PASSWORD", "abc1234"), ("MYSQL_PWD", "hunter"), ("MY_TOKEN", "ab12c"),
+    ("DB_SECRET_URL", "db://svc:abc1234@x"),
+])  # fmt: skip
+def test_a_short_secret_is_found_as_a_whole_word(name, secret):
+    redactor = alone({name: secret})
+    private = "abc1234" if "abc1234" in secret else secret
+    for text in (private, f"it said '{private}'.", f"x={private}&y=1", f"{private}@{private}"):
+        assert private not in redactor.text(text)
+    assert redactor.text(f"x{private}y") == f"x{private}y"
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("TOKEN", "true"), ("KEY", "1"), ("MAX_TOKENS", "131072"), ("AUTH", "basic"), ("PASS", "1234"),
+    ("MY_PASSWORD", "123456"), ("SORT_KEY", "hunter"), ("TOKEN_SIZE", "128k"),
+    ("MY_SECRET", "test"), ("SESSION", "1.2.3"), ("MY_PASSWORD", "median"),
+])  # fmt: skip
+def test_a_common_value_of_a_secret_variable_stays(name, value):
+    text = f"it said {value} and '{value}'."
+    assert alone({name: value}).text(text) == text
+
+
+@pytest.mark.parametrize(
+    "host", "epyc titan tesla geforce blackwell xeon intel amd h100 l40s".split()
+)
+def test_a_host_may_be_called_as_hardware_is(host):
+    """Or the same box, which its CPU and its GPU identify, could be compared with nothing."""
+    redactor = alone({"HOSTNAME": f"{host}.example.net"}, hosts=(host,))
+    for cpu in (f"AMD {host.upper()} 9654", f"NVIDIA {host.title()} X", f"{host}(R) CPU"):
+        assert redactor.value({"cpu": cpu}) == {"cpu": cpu}
+    said = redactor.text(f"on {host}.example.net alice@{host}:~$ hostname: {host}")
+    assert host not in said and said.count("<host>") == 3
+
+
+def test_a_host_may_be_called_as_the_hardware_of_this_box_is():
+    """Whatever a list says: /proc tells it."""
+    hosts = [word for word in re.split(r"\W+", _cpu_model()) if len(word) >= 4]
+    assert alone({}, hosts=hosts).text(_cpu_model()) == _cpu_model()
 
 
 OWN = {"MY_TOKEN": "unverifiable-word", "USER": "max", "HOSTNAME": "median", "X_AUTH": "duration",

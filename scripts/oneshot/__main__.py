@@ -35,7 +35,7 @@ VERBS = {
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__.strip())
+        print((__doc__ or "no help: PYTHONOPTIMIZE=2 strips it").strip())
         return 0 if argv else 2
     if argv[0] not in VERBS:
         print(f"unknown verb {argv[0]!r}; one of: {', '.join(VERBS)}", file=sys.stderr)

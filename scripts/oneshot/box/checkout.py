@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.oneshot.box.env import ProbeFailed, command
+from scripts.oneshot.record.redact import URL_USERINFO
 
 SOURCES = ("nsa", "bench", "scripts", "templates", "configs")
 # In the root: a stage starts there and would import them, whatever their name shadows.
@@ -145,7 +146,8 @@ def _is_output(path: Path, out: Path | None) -> bool:
 
 def plain_remote(url: str) -> str:
     """Return host and path of a remote, nothing else."""
-    url = re.sub(r"^([a-z][a-z0-9+.-]*://)?([^/@]*@)?", "", url)
+    url = URL_USERINFO.sub(r"\1", url)
+    url = re.sub(r"(?i)^([a-z][a-z0-9+.-]*://)?([^/:]*@|[^/]*@)?", "", url)
     url = re.sub(r"^([^/:]+):(?:\d+/)?", r"\1/", url)
     return re.sub(r"[?#].*$", "", url).removesuffix(".git")
 

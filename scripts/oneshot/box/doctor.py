@@ -395,7 +395,9 @@ def lines(checks: list[Check]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="oneshot doctor", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="oneshot doctor", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--profile", choices=("cpu", "quick", "standard", "full"))
     parser.add_argument("--out", type=Path, default=ROOT / "artifacts" / "runner")
     parser.add_argument("--json", action="store_true")

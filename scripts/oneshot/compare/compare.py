@@ -118,7 +118,7 @@ def _doubts(name: str, found: list[str]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="oneshot compare", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(prog="oneshot compare", description=(__doc__ or "").split("\n")[0])
     p.add_argument("a", type=Path, help="folder or .tgz of the earlier run")
     p.add_argument("b", type=Path, help="folder or .tgz of the later run")
     p.add_argument(

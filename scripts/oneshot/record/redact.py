@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-from scripts.oneshot.record.shapes import LOWER, SHAPES, Shape, Span
+from scripts.oneshot.record.shapes import LOWER, SHAPES, Shape, Span, is_opaque
 
-RULES_VERSION = 4
+RULES_VERSION = 5
 
 ALLOWED_VARIABLES = re.compile(
     r"(NSA|CUDA|TORCH|PYTORCH|TRITON|FLASH|NCCL|OMP)_\w+|MAX_JOBS|LD_LIBRARY_PATH|LD_PRELOAD"
@@ -40,6 +40,10 @@ _NOT_SECRET = frozenset(
     "PWD OLDPWD XDG_SESSION_TYPE XDG_SESSION_CLASS XDG_SESSION_DESKTOP SSH_AUTH_SOCK"
     " DESKTOP_SESSION SESSION_MANAGER TOKENIZERS_PARALLELISM".split()
 )
+# The value of such a variable is a secret even if it is a short word; that of SORT_KEY is none.
+_SURELY_SECRET = re.compile(r"(?i)(?:PASS(?:WORD|WD|_?PHRASE|CODE)?|PWD|SECRET)S?$")
+# A secret of LEAST to LONG - 1 characters is found neither inside of words nor in codes.
+LEAST, LONG = 5, 8
 _HOST_VARIABLES = (
     "HOSTNAME HOST RUNPOD_POD_ID RUNPOD_POD_HOSTNAME CONTAINER_ID VAST_CONTAINERLABEL"
     " POD_NAME NODE_NAME".split()
@@ -52,10 +56,21 @@ _COMMON = frozenset(
     " node host true false none kernel train model".split()
 )
 
+# What CPUs and GPUs are called, besides the words of this box's own: of a box named so the names of
+# its hardware must be left, or it could be compared with nothing.
+_HARDWARE = frozenset(
+    "amd epyc ryzen threadripper intel xeon platinum gold silver bronze core atom pentium celeron"
+    " processor arm cortex neoverse graviton altra apple nvidia geforce gtx rtx titan tesla quadro"
+    " kepler maxwell pascal volta turing ampere ada lovelace hopper blackwell rubin grace vera"
+    " spark thor orin jetson radeon instinct".split()
+)
+_CARD = re.compile(r"(?:gh|gb|gtx|rtx|[abhlptv])\d{1,4}[a-z]{0,3}")  # H100, L40S, GB200
+
 # Where the words of records and reports come from: keys, statuses, headings, names of files.
 _OWN_TEXTS = (("templates", "*.j2"), ("scripts/oneshot", "**/*.py"), ("bench", "*.py"))
 # A known text, for which {} stands, counts only between these.
 _AROUND = {
+    "env_secret": (r"(?<![A-Za-z0-9])(){}(?![A-Za-z0-9])",),
     "host": (r"(?<![A-Za-z0-9])(){}(?![A-Za-z0-9])",),
     "user": (r"(?<![A-Za-z0-9])(){}(?![A-Za-z0-9])",),
     "path": (r"(?<![A-Za-z0-9_.-])(){}(?![A-Za-z0-9_])",),
@@ -75,7 +90,13 @@ _NEAR = {
     ),
 }
 
-_URL_USERINFO = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/@\"'<>]+@", re.IGNORECASE)
+# A password may hold "@", and "/" where a ":" that begins no port says that it is one. Without
+# that, what stands behind "/" is the path, which may hold an "@" too.
+URL_USERINFO = re.compile(
+    r"\b([a-z][a-z0-9+.-]*://)(?:[^\s/:\"'<>\[]*:(?!\d{1,5}/)(?:[^\s\"'<>]|'(?=\w)){0,4096}"
+    r"|[^\s/\"'<>]+)@",
+    re.IGNORECASE,
+)
 _URL_QUERY = re.compile(r"\b((?:https?|wss?|s3|gs)://[^\s\"'<>?#)]+)\?[^\s\"'<>)]+", re.IGNORECASE)
 _SSH_REMOTE = re.compile(r"\b[A-Za-z0-9._-]+@([A-Za-z0-9.-]+\.[A-Za-z]{2,}):(?=[A-Za-z~])")
 _SSH_GIT = re.compile(r"\bgit@(?=[A-Za-z0-9.-]+\.[A-Za-z]{2,}\b)")  # everybody's account
@@ -111,7 +132,18 @@ def _own_words() -> tuple[str, frozenset[str]]:
                 text = re.sub(r'(r""".*?""")|""".*?"""|#[^\n]*', r"\1", text, flags=re.S)
             words.update(re.findall(r"[A-Za-z_][\w./-]*", text))
     names = {n for word in words for cut in (r"\W+", r"[\W_]+") for n in re.split(cut, word)}
+    names |= _own_hardware() | _HARDWARE
     return "\n".join(sorted(words)).lower(), frozenset(name.lower() for name in names)
+
+
+def _own_hardware() -> set[str]:
+    """The words of the names of this box's CPU and GPUs, as far as files tell them."""
+    told = ""
+    for path in (Path("/proc/cpuinfo"), *Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        with suppress(OSError):
+            told += path.read_text(encoding="utf-8", errors="replace")
+    lines = re.findall(r"(?m)^(?:model name|Model)[ \t]*:(.*)", told)
+    return {word for line in lines for cut in (r"\s+", r"\W+") for word in re.split(cut, line)}
 
 
 def _forms(secret: str) -> set[str]:
@@ -130,7 +162,18 @@ def _forms(secret: str) -> set[str]:
         coded = base64.b64encode(b"\0" * before + data + b"\0" * (-whole % 3)).decode()
         coded = coded[(0, 2, 3)[before] : (whole * 4) // 3]  # what depends on the secret alone
         forms |= {coded, coded.translate({ord("+"): "-", ord("/"): "_"})}
-    return {form.translate(LOWER) for form in forms if len(form) >= 8}
+    return {form.translate(LOWER) for form in forms if len(form) >= LONG}
+
+
+def _is_findable(name: str, piece: str, whole: bool) -> bool:
+    """Is `piece` of the secret variable `name`, or all of it, so distinct that it is searched for
+    everywhere? `true`, 4096 or `basic` are not."""
+    if piece.lower() in _COMMON or _is_path(piece):
+        return False
+    if len(piece) >= LONG or is_opaque(piece, LEAST):
+        return True
+    number = re.fullmatch(r"[-+]?[\d.,_]+", piece)
+    return whole and len(piece) >= LEAST and not number and bool(_SURELY_SECRET.search(name))
 
 
 def may_be_shown(name: str) -> bool:
@@ -168,7 +211,7 @@ class Redactor:
         for name, value in environ.items():
             if SECRET_NAME.search(name) and name not in _NOT_SECRET:
                 for piece in {value, *re.split(r"[:@\s]", value)}:
-                    if len(piece) >= 8 and piece.lower() not in _COMMON and not _is_path(piece):
+                    if _is_findable(name, piece, piece == value):
                         self._add("env_secret", piece, self._placeholder("secret", piece), name)
         if "host" not in self.keep:
             if hostnames is None:
@@ -206,11 +249,13 @@ class Redactor:
             return
         self._known.add(text)
         words, names = _own_words()
-        # A secret is found inside of words too.
-        if text.lower() in (words if rule == "env_secret" else names if rule in _NEAR else ()):
+        inside = rule == "env_secret" and len(text) >= LONG
+        ours = text.lower() in (words if inside else names)
+        ours = ours or (rule in _NEAR and _CARD.fullmatch(text.lower()) is not None)
+        if ours and rule in (*_NEAR, "env_secret"):
             named = rf"((?<![A-Za-z0-9]){re.escape(variable)}{_IS}){{}}"
             forms, around, length = {text}, _NEAR.get(rule, (named,)), 0
-        elif rule == "env_secret":
+        elif inside:
             self._secrets.update(dict.fromkeys(_forms(text), placeholder))
             return
         else:
@@ -242,7 +287,7 @@ class Redactor:
 
     def _text(self, text: str) -> str:
         if "://" in text:  # before a placeholder is in the middle of it
-            text = self._sub("url", _URL_USERINFO, r"\1", text)
+            text = self._sub("url", URL_USERINFO, r"\1", text)
             text = self._sub("url", _URL_QUERY, r"\1", text)
         text = self._known_secrets(text)
         if breaks := [match.span() for match in _BREAK.finditer(text)]:

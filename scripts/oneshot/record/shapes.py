@@ -15,10 +15,12 @@ from functools import partial
 Span = tuple[int, int]
 LOWER = {ord(c): c.lower() for c in string.ascii_uppercase}
 
-# What stands where a secret would, and is none: a placeholder, a variable, a type, nothing.
+# What stands where a secret would, and is none: a placeholder, a variable (a password may begin
+# with "$" too), a type, nothing.
 NO_SECRET = re.compile(
-    r"(?i)<|&lt\b|\$|\{|\(|\*{3}|\.{3}|%[sd(]|(?:none|null|nil|true|false|yes|no|str|bytes|int|bool"
-    r"|float|optional|required|string)\b(?![-.!@#])"
+    r"(?i)<|&lt\b|\$(?:[{(]|(?-i:[A-Z_][A-Z0-9_]*)(?![^/:,;)\]}\"'\s])|\d?$)|\{|\(|\*{3}|\.{3}"
+    r"|%(?:[sd]\b|\()|(?:none|null|nil|true|false|yes|no|str|bytes|int|bool"
+    r"|float|optional|required|string)\b(?![-.!@#$%^+~])"
 )
 
 
@@ -84,7 +86,7 @@ def _random_runs(text: str) -> Iterator[Span]:
                 yield match.span()
 
 
-def _is_opaque(text: str, least: int) -> bool:
+def is_opaque(text: str, least: int) -> bool:
     """Letters and digits mixed: no word, no number with its unit, no path, no call."""
     mixed = any(c.isdigit() for c in text) and sum(c.isalpha() for c in text) >= 2
     other = re.match(r"[~.]?/|[\d.]+[A-Za-z%/]+$|\d{4}-\d\d-\d\d", text)
@@ -117,8 +119,11 @@ _STARTS = re.compile(
 _CALL = re.compile(r"[A-Za-z_][\w.]*[(\[]")  # of a function, in a traceback
 
 
-def _is_secret(kind: str, name: str, sep: str, value: str, quoted: bool) -> bool:
-    """Is `value` a secret after `name`, which is of this `kind`, and `sep`?"""
+def _is_secret(
+    kind: str, name: str, sep: str, value: str, quoted: bool, variable: bool = False
+) -> bool:
+    """Is `value` a secret after `name`, which is of this `kind`, and `sep`? variable: `name` ends
+    that of an environment variable, as MYSQL_PWD."""
     code = sep != sep.strip() and "=" in sep  # as `token = first_token` of a traceback
     sep = sep.strip().lower()
     if sep.startswith("%") or (sep.startswith("is") and sep != "is"):
@@ -128,19 +133,27 @@ def _is_secret(kind: str, name: str, sep: str, value: str, quoted: bool) -> bool
     if kind == "strong" and sep not in ("", "is"):
         return quoted or sep == "=" or len(value) >= (4 if number else 3)
     if kind == "strong" and (quoted or sep == "is"):
-        return quoted or _is_opaque(value, 6) or "-" in value
+        return quoted or is_opaque(value, 6) or "-" in value
     if name in ("pin", "otp"):
         return sep in (":", "=") and value.isdigit() and len(value) >= 4
+    path = value.startswith(("/", "~", "./", "../"))
     if kind == "short":
         assigned = sep in (":", "=", "==", ":=", "=>")
-        return assigned and (_is_opaque(value, 4) or (quoted and not value.isalpha()))
+        if assigned and (variable or (name == "pwd" and sep == "=" and not code)):
+            return not path and (not number or (sep == "=" and len(value) >= 4))
+        return assigned and (is_opaque(value, 4) or (quoted and not value.isalpha()))
     if kind == "token" and (quoted or "=" in sep):
         if code and not quoted:
-            return _is_opaque(value, 8)
+            return is_opaque(value, 8)
         return len(value) >= 6 and not number and not value.startswith(("/", "~"))
     if kind == "token" and sep == ":":
-        return _is_opaque(value, 8)
-    return keylike or (sep not in ("", "is") and _is_opaque(value, 16))
+        return is_opaque(value, 8)
+    least = 16
+    if variable and sep == "=" and not code and name in ("key", "auth", "cred", "session", "jwt"):
+        if quoted and " " in value:
+            return True
+        least = 8
+    return keylike or (sep not in ("", "is") and is_opaque(value, least))
 
 
 def _named(text: str) -> Iterator[Span]:
@@ -156,7 +169,8 @@ def _named(text: str) -> Iterator[Span]:
         kind = next(k for k in ("strong", "short", "token", "weak") if match[k])
         cache = kind == "weak" and re.search(r"(?i)cache[ _-]$", text[: match.start()][-8:])
         name, sep = match[kind].lower(), match["sep"]
-        if not cache and _is_secret(kind, name, sep, value, group == "quoted"):
+        variable = match[kind].isupper() and text[: match.start()][-1:] == "_"
+        if not cache and _is_secret(kind, name, sep, value, group == "quoted", variable):
             at = match.end()
             end = match.start(group) + len(value)
             if group == "bare" and len(match[group]) == 512:
@@ -273,7 +287,7 @@ place -> secret
     password :: (?i)\b(?:login|account|user)\s+\S+\s+password[ \t]+(\S+)
     password :: (?im)^[ \t]*password[ \t]+(\S+)[ \t]*$
     : :: (?m)^[\w.*-]+:(?:\d{4,5}|\*):[\w*.-]+:[\w*.-]+:(\S+)$
-    @ :: (?<![\w/.:-])[A-Za-z][\w.+-]*:((?!\d{1,5}@)[^\s:@/"'<>]{3,})@(?!sha\d|v?\d)[A-Za-z]
+    @ :: (?<![\w/.:-])[A-Za-z][\w.+-]*:((?!\d{1,5}@)[^\s:/"'<>]{3,})@(?!sha\d|v?\d)[A-Za-z]
     auth :: (?i)\bauth[ \t]*=[ \t]*\([ \t]*["'][^"'\n]*["'][ \t]*,[ \t]*["']([^"'\n]+)
     authorization :: (?i)\b(?:proxy-)?authorization["']?\s*[:=]\s*["']?
         ((?:bearer|basic|token|digest)\s+(?!<)(?:(?!</)[^\s"',;])+|(?!<)(?:(?!</)[^\s"',;]){4,})

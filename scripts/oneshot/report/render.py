@@ -175,7 +175,7 @@ def render(folder: Path) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="oneshot render", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(prog="oneshot render", description=(__doc__ or "").split("\n")[0])
     p.add_argument("bundle", type=Path, help="the folder of a run")
     args = p.parse_args(argv)
     try:

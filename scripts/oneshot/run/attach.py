@@ -38,7 +38,9 @@ def alive(folder: Path) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="oneshot attach", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="oneshot attach", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("out", nargs="?", type=Path, default=ROOT / "artifacts" / "runner")
     parser.add_argument("--once", action="store_true", help="print what is there and end")
     args = parser.parse_args(argv)
