@@ -154,6 +154,7 @@ def render(folder: Path) -> list[str]:
     if source != "events.jsonl":
         notes.append(f"There is no usable journal; this was rebuilt from {source}")
     late = "The plots were not drawn: there was no time left"
+    scripts = _missing_scripts(data, folder)  # first, since the report lists all files
     write_atomic(folder / "report.md", render_text(data, folder, Shape(), extra=[*notes, late]))
     write_atomic(folder / "report.html", render_page(data, folder, extra=[*notes, late]))
     write_atomic(folder / "issue.md", issue_text(data, folder, notes))
@@ -169,8 +170,7 @@ def render(folder: Path) -> list[str]:
     text = render_text(data, folder, Shape(), plots=drawn, extra=notes)
     write_atomic(folder / "report.md", text)
     write_atomic(folder / "report.html", render_page(data, folder, plots=drawn, extra=notes))
-    made = [*_missing_scripts(data, folder), *(path for _, path in drawn)]
-    bundles.renew_sums(folder, [*about.MADE_HERE, *made])
+    bundles.renew_sums(folder, [*about.MADE_HERE, *scripts, *(path for _, path in drawn)])
     return notes
 
 
