@@ -184,6 +184,8 @@ def selection_attention(
     """
     if block_counts is not None:
         block_indices = _counted(block_indices, block_counts)
+    if isinstance(block_indices, Tensor) and block_indices.shape[-1:] == (0,):
+        block_indices = F.pad(block_indices, (0, 1), value=-1)  # no slot is one without a block
     settled_by = None
     if cu_seqlens is None and max_seqlen is None and (ranges is None or block_indices is None):
         given = ranges if block_indices is None else block_indices
@@ -229,11 +231,6 @@ def _selected(
     check_int("block_size", block_size, 1)
     max_seqlen = arguments.check_packed(cu_seqlens, max_seqlen, q, q_start)
     arguments.check_chosen(q, k, block_indices, ranges, cu_seqlens)
-    # Without any slot, one that is empty.
-    if block_indices is not None and block_indices.shape[-1] == 0:
-        block_indices = F.pad(block_indices, (0, 1), value=-1)
-    if ranges is not None and ranges.shape[-2] == 0:
-        ranges = F.pad(ranges, (0, 0, 0, 1))
     if cu_seqlens is not None or ranges is None:
         arguments.check_reach("k", k, q, q_start, cu_seqlens)
     flags = dispatch.resolve_flags(flags, q)
