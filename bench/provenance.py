@@ -65,7 +65,7 @@ def fix_precision() -> str:
 def provenance(gpu: Gpu | None) -> dict[str, str | None]:
     """The columns of a row measured on `gpu`, or on the CPU for None; precision is fixed first."""
     driver = None
-    # What compiled the kernels, which need not be what is installed.
+    # The Triton that was imported compiled the kernels; another may be installed.
     triton = getattr(sys.modules.get("triton"), "__version__", None)
     if triton is None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -248,7 +248,7 @@ class BenchRow:
     base_ci95_us: Sequence[float] | None = None
     wall_us: float | None = None  # per call as a host sees it that calls back to back
     base_wall_us: float | None = None
-    # Of a call until the host is free again; None where wall_us is of other calls than the median.
+    # A call's time until the host is free again; None if wall_us is of other calls than the median.
     enqueue_us: float | None = None
     base_enqueue_us: float | None = None
     wall_min_us: float | None = None  # of the fastest round, where others use the host as well

@@ -51,9 +51,9 @@ def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -
 def mean_pool(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """The declared simple baseline for phi: [B, S, G, D] -> [B, Nc, G, D] (packed: see
     block_windows). Averages in fp32."""
-    check_tensor("x", x)
+    blocks = block_windows(x, l, d, cu_seqlens)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return block_windows(x, l, d, cu_seqlens).to(wide).mean(-3).to(x.dtype)
+    return blocks.to(wide).mean(-3).to(x.dtype)
 
 
 class MeanCompression(nn.Module):

@@ -108,7 +108,7 @@ def pick(
     if top_k is not None:
         floor = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))
-    # Of differences to the best one, in fp64, whatever the temperature.
+    # Differences to the best logit, in fp64, stay finite at any temperature.
     logits = logits.double() - logits.amax(-1, keepdim=True).double()
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
 

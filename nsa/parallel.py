@@ -342,9 +342,10 @@ def nsa_layer_parallel(
     sizes = layer.config.sizes()
     out = _parallel(project, layer.phi_k, layer.phi_v, group, sizes, how, False, check)
     assert isinstance(out, Tensor)
-    if cache is not None:
-        whole = {name: unshard(kv, group) for name, kv in vars(new[0]).items()}
-        with cache.kept_if_raised(whole["k_sel"]):
-            cache.append(BranchKV(**whole), layer.phi_k, layer.phi_v)
-            return layer.out(out.flatten(-2))
-    return layer.out(out.flatten(-2))
+    out = out.flatten(-2)
+    if cache is None:
+        return layer.out(out)
+    whole = {name: unshard(kv, group) for name, kv in vars(new[0]).items()}
+    with cache.kept_if_raised(whole["k_sel"]):
+        cache.append(BranchKV(**whole), layer.phi_k, layer.phi_v)
+        return layer.out(out)

@@ -102,9 +102,8 @@ class Request:
     bound that needs no device synchronisation; None for selection inside a whole attention, to
     which no threshold applies. no_fa2: why FA-2 is unusable, None if it works.
     interpret: Triton interprets kernels on CPU (only a named route uses it). forward_ad: forward-
-    mode derivatives are being taken. traced: a compiler or
-    FakeTensorMode looks at the call, and no value can be read; symbols: it stands for several
-    sizes, so that nothing can go chunk by chunk.
+    mode derivatives are being taken. traced: a compiler or FakeTensorMode looks at the call, and no
+    value can be read; symbols: it stands for several sizes, so that nothing can go chunk by chunk.
     """
 
     branch: Branch

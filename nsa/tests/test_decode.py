@@ -361,7 +361,7 @@ def test_a_cache_for_weights_of_another_kind(layer):
 
 
 class Adapter(torch.nn.Module):
-    """As adapters are put around a linear layer."""
+    """An adapter around a linear layer, which keeps the weights elsewhere."""
 
     def __init__(self, base):
         super().__init__()

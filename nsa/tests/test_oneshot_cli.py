@@ -188,7 +188,7 @@ def test_gpu_profile_without_a_gpu_says_not_run(tmp_path, of_python):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_works_without_docstrings(verb):
-    """As under PYTHONOPTIMIZE=2."""
+    """PYTHONOPTIMIZE=2 strips them, as -OO does."""
     argv = [sys.executable, "-OO", "-m", "scripts.oneshot", verb, "--help"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("usage:"), done.stderr

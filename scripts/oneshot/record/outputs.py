@@ -80,7 +80,7 @@ def repro_script(
     )
 
 
-# What a record says of stages without a result, in words that hold while its run goes on, too.
+# Stages without a result, by the reason in the record: words that hold while the run goes on.
 UNDER_WAY = {DIED: "running", UNREACHED: "not yet"}
 CUT_SHORT = (
     "If it runs no more, it was cut short: `python -m scripts.oneshot render FOLDER`, with the "

@@ -56,8 +56,8 @@ _COMMON = frozenset(
     " node host true false none kernel train model".split()
 )
 
-# What CPUs and GPUs are called, besides the words of this box's own: of a box named so the names of
-# its hardware must be left, or it could be compared with nothing.
+# Names of CPUs and GPUs, besides those of this box. A host may be called so; if its hardware's name
+# were replaced, the box could be compared with nothing.
 _HARDWARE = frozenset(
     "amd epyc ryzen threadripper intel xeon platinum gold silver bronze core atom pentium celeron"
     " processor arm cortex neoverse graviton altra apple nvidia geforce gtx rtx titan tesla quadro"

@@ -15,8 +15,8 @@ from functools import partial
 Span = tuple[int, int]
 LOWER = {ord(c): c.lower() for c in string.ascii_uppercase}
 
-# What stands where a secret would, and is none: a placeholder, a variable (a password may begin
-# with "$" too), a type, nothing.
+# These stand where a secret would, and are none: a placeholder, a variable (though a password may
+# begin with "$" too), a type, nothing.
 NO_SECRET = re.compile(
     r"(?i)<|&lt\b|\$(?:[{(]|(?-i:[A-Z_][A-Z0-9_]*)(?![^/:,;)\]}\"'\s])|\d?$)|\{|\(|\*{3}|\.{3}"
     r"|%(?:[sd]\b|\()|(?:none|null|nil|true|false|yes|no|str|bytes|int|bool"
