@@ -348,18 +348,38 @@ class BenchRow:
         return self
 
 
-def csv_target(text: str) -> str:
-    """A path that can be written, as far as can be told before the hours of timing."""
+def _target(text: str, folder: bool) -> Path:
+    """The path `text` if such a thing can be written there, as far as can be told before the hours
+    of work for it."""
     path = Path(text)
-    if text == CSV_STDOUT:
-        return text
     try:
-        folder = next(p for p in path.absolute().parents if p.exists())
-        good = folder.is_dir() and os.access(folder, os.W_OK) and not path.is_dir()
-    except (OSError, ValueError):  # a folder that may not be looked into, a name that cannot be one
+        real = path.resolve()
+        above = next(p for p in real.parents if p.exists())
+        good = not real.exists() or (real.is_dir() == folder and os.access(real, os.W_OK))
+        if not (folder and real.exists()) and (real.is_file() or not real.exists()):
+            good &= above.is_dir() and os.access(above, os.W_OK)
+    except (OSError, ValueError, RuntimeError, StopIteration):  # no such name, a loop of links
         good = False
     if not good:
-        raise argparse.ArgumentTypeError(f"wants a file that can be written, got {text!r}")
+        what = "folder" if folder else "file"
+        raise argparse.ArgumentTypeError(f"wants a {what} that can be written, got {text!r}")
+    return path
+
+
+def file_target(text: str) -> Path:
+    """A file that can be written, for argparse."""
+    return _target(text, folder=False)
+
+
+def folder_target(text: str) -> Path:
+    """A folder that can be written, or made, for argparse."""
+    return _target(text, folder=True)
+
+
+def csv_target(text: str) -> str:
+    """file_target() as it was spelled, or "-" for stdout."""
+    if text != CSV_STDOUT:
+        file_target(text)
     return text
 
 
@@ -448,9 +468,9 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     return out.getvalue()
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
     """Replace `path` by `text` as a whole: a reader sees the old file or the new one. Its folder is
-    made; nothing else stays on failure."""
+    made; nothing else stays on failure. A link is replaced, not followed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -458,7 +478,7 @@ def write_atomic(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -473,7 +493,11 @@ def write_csv(
     if target == CSV_STDOUT:
         sys.stdout.write(csv_text(rows, columns))
     elif target is not None:
-        write_atomic(Path(target), csv_text(rows, columns))
+        path = Path(target).resolve()
+        if path.exists() and not path.is_file():  # a pipe or a device has no whole to replace
+            path.write_text(csv_text(rows, columns), encoding="utf-8")
+        else:
+            write_atomic(path, csv_text(rows, columns))
 
 
 def write_so_far(

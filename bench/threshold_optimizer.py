@@ -23,6 +23,7 @@ Standard library and PyYAML only.
 import itertools
 import math
 import re
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -274,6 +275,7 @@ def propose_config(
     if fresh and comment:
         fresh[0] += f"  # {' '.join(comment.split())}"
     head = made(" " * 4, {device: None}).removesuffix(" null")
+    newline = "\r\n" if "\r\n" in text else "\n"
     lines = text.splitlines()
     lines[at] = re.sub(r"\{\s*\}", "", lines[at]).rstrip()
     first = end = _line_after(mapping)
@@ -281,13 +283,16 @@ def propose_config(
     if device in devices:
         first, mine = _children(mapping)[device]
         end, known = _line_after(mine), _children(mine)
-        if mine.flow_style:  # {key: value} on one line
+        head = lines[first]
+        if mine.flow_style or not known:  # {key: value} on one line
+            head = made(" " * 4, {device: None}).removesuffix(" null")
+            head += lines[end - 1][mine.end_mark.column :].rstrip()
             kept = [made(" " * 6, {k: v}) for k, v in entry.items() if k not in settings]
         else:
             other = {line for k, (line, _) in known.items() if k in settings or k not in entry}
             kept = [lines[i] for i in range(first + 1, end) if i not in other]
     lines[first:end] = [head, *kept, *fresh]
-    edited = "\n".join(lines) + "\n"
+    edited = newline.join(lines) + newline
     try:
         same = yaml.safe_load(edited) == expected
     except yaml.YAMLError:
@@ -375,8 +380,10 @@ def write(
         print(f"nothing to write in {path}")
         return 0
     try:
-        text = path.read_text(encoding="utf-8")
-        records.write_atomic(path, propose_config(text, device, settings, "; ".join(comments)))
+        file = path.resolve()  # the package's configuration is a link
+        text, mode = file.read_bytes().decode("utf-8"), stat.S_IMODE(file.stat().st_mode)
+        made = propose_config(text, device, settings, "; ".join(comments))
+        records.write_atomic(file, made, mode)
     except (OSError, ValueError) as error:
         print(f"threshold_optimizer: {path}: {error}", file=sys.stderr)
         return 2

@@ -28,7 +28,7 @@ from nsa.config import NSAConfig
 from nsa.decode_graph import GraphUnavailable, StepGraph
 from nsa.fp8 import KVCacheDtype
 from nsa.model import NSALanguageModel
-from nsa.options import Parser
+from nsa.options import Parser, seed64
 
 FORMAT = "nsa-lm/1"
 
@@ -63,9 +63,9 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> NSA
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:  # torch's own text advises to run the file's code
         raise ValueError(f"checkpoint {path} holds something else than tensors and numbers") from e
-    except OSError:
-        raise
     except Exception as e:  # of foreign bytes torch.load raises whatever they lead it to
+        if isinstance(e, OSError) and e.filename is not None:
+            raise  # the file cannot be opened
         why = (str(e).splitlines() or ["it ends too early"])[0]
         raise ValueError(f"checkpoint {path} cannot be read: {why}") from e
     found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the best byte")
     parser.add_argument("--top-k", type=int, default=None, help="sample among the k best only")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed64, default=0)
     parser.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of keys and values"
     )

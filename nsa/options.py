@@ -6,6 +6,17 @@ import argparse
 from typing import Any
 
 
+def seed64(text: str) -> int:
+    """A number that torch's generators take, for argparse."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or not -(2**63) <= value < 2**64:
+        raise argparse.ArgumentTypeError(f"must be an integer of 64 bits, got {text!r}")
+    return value
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser to which --top-k and --top_k are one option, whichever it is given."""
 

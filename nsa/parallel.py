@@ -143,9 +143,9 @@ def _check_local(tensors: tuple[Tensor, ...], sizes: dict[str, int], world: int)
 
 def _agree_on_arguments(
     make: Callable[[], tuple[Tensor, ...]], sizes: dict[str, int], scale: float | None,
-    backend: Backend | None, group: dist.ProcessGroup,
+    backend: Backend | None, group: dist.ProcessGroup, more: dict[str, str],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """make(), checked on this rank and equal in kind on all of them."""
+    """make(), checked on this rank and equal in kind on all of them, as are the words of `more`."""
     made: list[tuple[Tensor, ...]] = []
     rest = "the sizes, softmax_scale, backend and grad mode"
 
@@ -161,9 +161,9 @@ def _agree_on_arguments(
             f"sizes {sizes}, softmax_scale {scale_of(scale, made[0][0].shape[-1])}, "
             f"backend {route and route.value}, grad mode {grad}"
         )
-        return kinds
+        return kinds | more
 
-    exchange.agree_on(describe, [*_NAMES, rest], group, "arguments")
+    exchange.agree_on(describe, [*_NAMES, rest, *more], group, "arguments")
     return made[0]
 
 
@@ -208,13 +208,15 @@ def nsa_attention_parallel(
 
 def _parallel(
     make: Callable[[], tuple[Tensor, ...]], phi_k: Compression, phi_v: Compression, group: Group,
-    sizes: dict[str, int], how: dict[str, Any], return_aux: bool, check: bool,
+    sizes: dict[str, int], how: dict[str, Any], return_aux: bool, check: bool, **more: str,
 ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
-    """nsa_attention_parallel of the tensors that make() gives; sizes, how: nsa_attention's."""
+    """nsa_attention_parallel of the tensors that make() gives; sizes, how: nsa_attention's; more:
+    what else ranks must agree on, by name and in words."""
     group = resolve_group(group)
     world, rank = group.size(), group.rank()
     if check:
-        tensors = _agree_on_arguments(make, sizes, how["softmax_scale"], how["backend"], group)
+        scale, backend = how["softmax_scale"], how["backend"]
+        tensors = _agree_on_arguments(make, sizes, scale, backend, group, more)
     else:
         tensors = make()
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = tensors
@@ -340,7 +342,8 @@ def nsa_layer_parallel(
 
     how = dict(softmax_scale=None, backend=layer.backend, flags=layer.flags)
     sizes = layer.config.sizes()
-    out = _parallel(project, layer.phi_k, layer.phi_v, group, sizes, how, False, check)
+    given = "none" if cache is None else "given"
+    out = _parallel(project, layer.phi_k, layer.phi_v, group, sizes, how, False, check, cache=given)
     assert isinstance(out, Tensor)
     out = out.flatten(-2)
     if cache is None:

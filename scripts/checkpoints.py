@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 FORMAT = "nsa-training/1"
 KEEP = 2
+# What state.json must have, beside when it was saved and what was measured.
+STATE = {"about": dict, "step": int, "world": int, "rows": list, "norms": list}
 
 
 class CheckpointError(ValueError):
@@ -51,8 +54,17 @@ def _set_random_state(state: Tensor) -> None:
         torch.cuda.set_rng_state(state[size:])
 
 
+def _saved_at(path: Path) -> float:
+    """Seconds since 1970, of the file's time where the checkpoint itself does not say."""
+    file = path / "state.json"
+    try:
+        return float(json.loads(file.read_text(encoding="utf-8"))["saved_at"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return file.stat().st_mtime if file.exists() else 0.0
+
+
 class Checkpoints:
-    """Saves into `folder` every `every` steps (0: only at the end) and resumes from its latest.
+    """Saves into `folder` every `every` steps (0: only at the end); resumes from what was saved last.
 
     about: what the run is (sizes, seed, ...); a checkpoint of something else is refused with a
     CheckpointError that names the difference. resume=False ignores what is there.
@@ -66,9 +78,14 @@ class Checkpoints:
     def due(self, done: int) -> bool:
         return bool(self.every) and done % self.every == 0
 
-    def latest(self) -> Path | None:
+    def _oldest_first(self) -> list[Path]:
+        """The checkpoints by when they were saved: an earlier run here may have had more steps."""
         found = [p for p in self.folder.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name)]
-        return max(found, default=None, key=lambda p: p.name)
+        return sorted(found, key=lambda p: (_saved_at(p), p.name))
+
+    def latest(self) -> Path | None:
+        """The checkpoint saved last; None where there is none."""
+        return next(reversed(self._oldest_first()), None)
 
     def _tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer)
@@ -96,11 +113,12 @@ class Checkpoints:
             dcp.save(state, checkpoint_id=str(part))
         if rank == 0:
             about = {"format": FORMAT, "step": step, "world": world, "about": self.about}
+            about["saved_at"] = time.time()
             text = json.dumps({**about, "rows": rows, "norms": norms, "measured": measured})
             (part / "state.json").write_text(text + "\n", encoding="utf-8")
             shutil.rmtree(final, ignore_errors=True)
             os.replace(part, final)
-            names = sorted(p for p in self.folder.glob("step-*") if p.name <= final.name)
+            names = [p for p in self._oldest_first() if p.name <= final.name]
             for old in names[:-KEEP]:
                 shutil.rmtree(old, ignore_errors=True)
         _together()
@@ -113,6 +131,12 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f"checkpoint {path} is not of format {FORMAT!r}")
+        for name, kind in STATE.items():
+            if type(data.get(name)) is not kind:
+                raise CheckpointError(
+                    f"checkpoint {path} cannot be read: {name} of its state.json must be a "
+                    f"{kind.__name__}, got {data.get(name)!r}"
+                )
         theirs = data["about"]
         for name in sorted({*theirs, *self.about}):
             was, now = theirs.get(name), self.about.get(name)

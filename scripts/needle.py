@@ -36,7 +36,7 @@ from nsa import launches
 from nsa.attention import select_blocks, selection_attention
 from nsa.compress import mean_pool
 from nsa.dispatch import RouteUnavailable, trace
-from nsa.options import Parser
+from nsa.options import Parser, seed64
 
 L, D, L_SEL, N_INIT, N_LOCAL = 32, 16, 64, 1, 2  # the paper's block sizes
 DIM, HEADS_PER_GROUP, GROUPS = 64, 4, 2
@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--dtype", default="fp32", choices=["fp32", "fp16", "bf16"])
     add("--backend", choices=["auto", "triton", "reference"], default="auto",
         help="auto follows the NSA_* flags; a named route runs or fails")  # fmt: skip
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed64, default=0)
     add("--lengths", type=integers, help="count by depth at these lengths, a,b,c")
     add("--seeds", type=int, default=5, help="texts per length")
     add("--picture", metavar="SVG", help="draw what --lengths counted")

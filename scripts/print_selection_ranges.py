@@ -22,7 +22,7 @@ from nsa import oracle
 from nsa.attention import select_blocks
 from nsa.compress import mean_pool
 from nsa.config import check_blocks
-from nsa.options import Parser
+from nsa.options import Parser, seed64
 from nsa.select import blocks_to_ranges
 
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         ("l-sel", 64, None), ("n-sel", 8, None),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=positive, default=default, help=what)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed64, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, metavar="PATH", help="default: stdout")
     args = parser.parse_args(argv)

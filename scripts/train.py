@@ -43,12 +43,14 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.main import names
 from bench.ranks import join_ranks, leave_ranks
-from bench.records import amount, check_flags, emit, integers, note, positive, write_csv
+from bench.records import (
+    amount, check_flags, emit, file_target, folder_target, integers, note, positive, write_csv,
+)  # fmt: skip
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
 from nsa.module import NSAAttention
-from nsa.options import Parser
+from nsa.options import Parser, seed64
 from nsa.rotary import rotary
 from scripts.checkpoints import CheckpointError, Checkpoints
 from scripts.training import PRESETS, VOCAB, Preset, Run, load_corpus, train, training_flags
@@ -134,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lr", type=amount, help="peak learning rate")
     for name in ("layers", "dim", "heads", "groups"):
         add(f"--{name}", type=positive, help="of the model; default by --device")
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed64, default=0)
     add("--recompute", action="store_true", help="activation checkpointing, block by block")
     add("--compile", action="store_true", help="torch.compile of all but the NSA kernels")
     add("--compile-backend", default="inductor", help=argparse.SUPPRESS)
@@ -144,8 +146,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--resume", action="store_true", help="go on from the latest checkpoints in --out")
     add("--stop-at", type=positive, metavar="N", help="stop after N of --steps steps")
     add("--log-every", type=positive, default=10, metavar="N", help="read the losses every N steps")
-    add("--out", type=Path, default=Path("artifacts/train"), metavar="DIR")
-    add("--save", type=Path, metavar="FILE", help="the trained NSA model of the last length, "
+    add("--out", type=folder_target, default=Path("artifacts/train"), metavar="DIR")
+    add("--save", type=file_target, metavar="FILE", help="the trained NSA model of the last length, "
         "for python -m nsa.generate")  # fmt: skip
     add("--timeout", type=amount, default=600.0, help="seconds until a collective that a rank does "
         "not join fails")  # fmt: skip

@@ -30,10 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import spent
-from bench.records import amount, doc_parser, emit, note, positive, told
+from bench.records import (
+    amount, doc_parser, emit, file_target, folder_target, note, positive, told,
+)  # fmt: skip
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
+from nsa.options import seed64
 from scripts.training import PRESETS, VOCAB, Preset, Run, autocast, load_corpus, train, write_curve
 
 MIN_FALL_NATS = 0.1  # random bytes start at ln 256 = 5.5; twenty steps already fall by more than 1
@@ -229,10 +232,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--seq", type=int, help="tokens per sequence (128 on CPU, 2048 on a GPU)")
     add("--batch", type=positive, help="sequences per step (4 on CPU, 8 on a GPU)")
     add("--lr", type=amount, help="peak learning rate")
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("artifacts/showcase"), metavar="DIR")
-    add("--csv", type=Path, metavar="FILE", help="default: DIR/train.csv")
-    add("--save", type=Path, metavar="FILE", help="save the trained model here")
+    add("--seed", type=seed64, default=0)
+    add("--out", type=folder_target, default=Path("artifacts/showcase"), metavar="DIR")
+    add("--csv", type=file_target, metavar="FILE", help="default: DIR/train.csv")
+    add("--save", type=file_target, metavar="FILE", help="save the trained model here")
     add("--compile_only", action="store_true", help="one step and the probes, to cache kernels")
     args = parser.parse_args(argv)
     device = torch.device(args.device)

@@ -151,6 +151,7 @@ def _layer(rank: int, world: int) -> None:
         torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-9)
     cache, alone = ParallelNSACache(config, 1, S + 18, dtype=F64), layer.make_cache(1, S)
     prefill = lambda cache: parallel.nsa_layer_parallel(layer, mine, cache=cache)
+    fresh = ParallelNSACache(config, 1, S, dtype=F64)
     _close(parallel.unshard(prefill(cache)), want[:, :S].detach())
     assert cache.lengths == [S]
     for at, end in ((S, S + 10), *((t, t + 1) for t in range(S + 10, S + 18))):
@@ -158,6 +159,7 @@ def _layer(rank: int, world: int) -> None:
     assert_raises(
         (ValueError, "cache must be empty, it holds", lambda: prefill(cache)),
         (ValueError, "cache must be a ParallelNSACache of this group", lambda: prefill(alone)),
+        (ValueError, "agree on cache", lambda: prefill(None if rank else fresh)),
     )
 
 

@@ -302,6 +302,7 @@ runtime:
 
     NVIDIA L4:
       use_triton_sel: false
+    bare:  # nothing yet
 # tail
 other: 1
 """
@@ -313,14 +314,30 @@ def test_comments_and_other_devices_stay():
     for kept in ("# head", "# about devices", "# the old card", "# fa2 too", "# tail"):
         assert kept in text
     assert text.index("# the old card") < text.index("512") < text.index("odd")
+    text = text.replace("true}", "true}  # odd indeed")
     text = propose_config(text, "odd: #name", {"sel_triton_min_L": 16})
+    text = propose_config(text, "bare", {"sel_triton_min_L": 4})
     text = propose_config(text, "new", {"sel_triton_min_L": 32})
+    for kept in ("A100:  # bought 2021\n", "'odd: #name':  # odd indeed\n", "bare:  # nothing yet\n"):
+        assert kept in text
     assert yaml.safe_load(text)["runtime"]["devices"] == {
         "NVIDIA A100": {"sel_triton_min_L": 512, "fa2_min_len_win": 64},
         "odd: #name": {"sel_triton_min_L": 16, "use_fa2": True},
         "NVIDIA L4": {"use_triton_sel": False},
+        "bare": {"sel_triton_min_L": 4},
         "new": {"sel_triton_min_L": 32},
     }
+
+
+def test_a_link_its_permissions_and_its_line_ends_stay(run, tmp_path):
+    file, link = tmp_path / "there.yaml", tmp_path / "base.yaml"
+    file.write_bytes(SEVERAL.replace("\n", "\r\n").encode())
+    file.chmod(0o600)
+    link.symlink_to(file.name)
+    run(grid(), "--write", str(link))
+    assert link.is_symlink() and file.stat().st_mode & 0o777 == 0o600
+    text = file.read_bytes().decode()
+    assert "sel_triton_min_L: 64" in text and text.count("\n") == text.count("\r\n") > 15
 
 
 def test_a_file_in_another_layout_is_left_alone(run, tmp_path):

@@ -135,8 +135,10 @@ def save(tmp_path, parts):
 @pytest.mark.parametrize("file, damage", [
     ("state.json", lambda p: p.write_text("")), ("state.json", lambda p: p.write_text("[]")),
     ("state.json", lambda p: p.write_text('{"format": "else"}')),
+    ("state.json", lambda p: p.write_text(p.read_text().replace('"norms"', '"names"'))),
+    ("state.json", lambda p: p.write_text(p.read_text().replace('"step": 4', '"step": "4"'))),
     ("*.distcp", Path.unlink), ("*.distcp", lambda p: p.write_bytes(p.read_bytes()[:99])),
-], ids=["empty", "a list", "another format", "no shard", "cut shard"])  # fmt: skip
+], ids=["empty", "a list", "another format", "no norms", "text", "no shard", "cut shard"])  # fmt: skip
 def test_a_damaged_checkpoint_is_named(tmp_path, file, damage, parts, save):
     damage(next(save(4).glob(file)))
     with pytest.raises(CheckpointError, match="step-00000004"):
@@ -186,7 +188,6 @@ def test_checkpoints_are_due_found_and_told_apart(tmp_path, parts, save):
     left = {p.name for p in tmp_path.glob("step-0*")} - {"step-00000050.tmp"}
     # One of a longer run before this one is nobody's to delete.
     assert left == {"step-00000003", "step-00000004", "step-00000009"}
-    shutil.rmtree(tmp_path / "step-00000009")
     again = Checkpoints(tmp_path, {"seed": 1}, resume=True)
     assert again.latest().name == "step-00000004" and not list(again.latest().glob("torn"))
     with pytest.raises(CheckpointError, match="made with seed = None, this run has 1"):
@@ -222,6 +223,10 @@ def test_dense_attention_is_causal_softmax_of_the_same_heads():
     ("--steps 0", "--steps: must be a whole number above 0, got '0'"), ("--heads 3", "heads"),
     ("--save_every -1", "--save-every must be 0 or more"),
     ("--batch 4", "--batch must be a multiple of the 3 ranks, got 4"),
+    ("--save /dev/null/x", "--save: wants a file that can be written, got '/dev/null/x'"),
+    ("--out /dev/null/x", "--out: wants a folder that can be written, got '/dev/null/x'"),
+    ("--out /dev/null", "--out: wants a folder that can be written, got '/dev/null'"),
+    ("--seed 99999999999999999999", "--seed: must be an integer of 64 bits, got '9999"),
 ])  # fmt: skip
 def test_usage_errors_name_the_option(argv, words, capsys, monkeypatch):
     if "3 ranks" in words:
