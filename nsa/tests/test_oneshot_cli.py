@@ -197,6 +197,7 @@ def test_a_verb_works_without_docstrings(verb):
 def test_a_usage_error_is_found_before_anything_is_installed(monkeypatch, capsys):
     monkeypatch.setattr(setup_env, "choose", lambda: 1 / 0)
     for argv, says in ((["a", "b"], "unrecognized arguments: b"), (["--only", "x"], "no stage 'x'"),
+                       (["--only", ","], "no stage ','"), (["--skip", ""], "no stage ''"),
                        (["--profile", "cpu", "--skip", "fa2_bench"], "no stage")):  # fmt: skip
         assert setup_env.run_report(argv) == 2
         assert says in capsys.readouterr().err

@@ -36,7 +36,8 @@ def parser() -> argparse.ArgumentParser:
     what = "Plan, capture, run every stage, judge, render, redact, pack."
     # setup_env.py looks for --dry-run before it installs anything.
     p = argparse.ArgumentParser(prog="oneshot run", description=what, allow_abbrev=False)
-    names = lambda text: tuple(name.strip() for name in text.split(",") if name.strip())
+    # Of a text without names the stage is unknown, too: it does not mean all of them.
+    names = lambda text: tuple(filter(None, map(str.strip, text.split(",")))) or (text,)
     flag = lambda name, words: p.add_argument(name, action="store_true", help=words)
     p.add_argument("out_dir", nargs="?", type=Path, help="default: artifacts/runner")
     profiles = "auto: standard with NVIDIA hardware, cpu without; gpu: standard"
