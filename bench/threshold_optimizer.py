@@ -284,7 +284,7 @@ def propose_config(
         first, mine = _children(mapping)[device]
         end, known = _line_after(mine), _children(mine)
         head = lines[first]
-        if mine.flow_style or not known:  # {key: value} on one line
+        if not known or mine.flow_style:  # {key: value} on one line
             head = made(" " * 4, {device: None}).removesuffix(" null")
             head += lines[end - 1][mine.end_mark.column :].rstrip()
             kept = [made(" " * 6, {k: v}) for k, v in entry.items() if k not in settings]

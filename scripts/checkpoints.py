@@ -64,7 +64,7 @@ def _saved_at(path: Path) -> float:
 
 
 class Checkpoints:
-    """Saves into `folder` every `every` steps (0: only at the end); resumes from what was saved last.
+    """Saves into `folder` every `every` steps (0: only at the end), resumes from what is newest.
 
     about: what the run is (sizes, seed, ...); a checkpoint of something else is refused with a
     CheckpointError that names the difference. resume=False ignores what is there.

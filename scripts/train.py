@@ -44,8 +44,16 @@ from torch.utils.checkpoint import checkpoint
 from bench.main import names
 from bench.ranks import join_ranks, leave_ranks
 from bench.records import (
-    amount, check_flags, emit, file_target, folder_target, integers, note, positive, write_csv,
-)  # fmt: skip
+    amount,
+    check_flags,
+    emit,
+    file_target,
+    folder_target,
+    integers,
+    note,
+    positive,
+    write_csv,
+)
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
@@ -145,10 +153,10 @@ def build_parser() -> argparse.ArgumentParser:
         "is one at the end in any case")  # fmt: skip
     add("--resume", action="store_true", help="go on from the latest checkpoints in --out")
     add("--stop-at", type=positive, metavar="N", help="stop after N of --steps steps")
-    add("--log-every", type=positive, default=10, metavar="N", help="read the losses every N steps")
+    add("--log-every", type=positive, default=10, metavar="N", help="read the loss every N steps")
     add("--out", type=folder_target, default=Path("artifacts/train"), metavar="DIR")
-    add("--save", type=file_target, metavar="FILE", help="the trained NSA model of the last length, "
-        "for python -m nsa.generate")  # fmt: skip
+    trained = "the trained NSA model of the last length, for python -m nsa.generate"
+    add("--save", type=file_target, metavar="FILE", help=trained)
     add("--timeout", type=amount, default=600.0, help="seconds until a collective that a rank does "
         "not join fails")  # fmt: skip
     return parser

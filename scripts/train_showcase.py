@@ -31,8 +31,15 @@ from torch import Tensor
 
 from bench import spent
 from bench.records import (
-    amount, doc_parser, emit, file_target, folder_target, note, positive, told,
-)  # fmt: skip
+    amount,
+    doc_parser,
+    emit,
+    file_target,
+    folder_target,
+    note,
+    positive,
+    told,
+)
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel

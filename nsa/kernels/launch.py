@@ -4,10 +4,8 @@ time on, and with all kernels of a call compiled side by side before the first t
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -288,32 +286,6 @@ def run(made: Any, grid: tuple, stream: Any, args: Iterable[Any]) -> None:
         made[grid](*args)
         return
     made.run(*grid, stream, made.function, made.packed_metadata, None, None, None, *args)
-
-
-def ready(made: Any, grid: tuple, stream: Any, args: Iterable[Any]) -> Callable[[], Any]:
-    """run(), with all done that Triton does for it in Python, such as descriptors (4 us each).
-
-    Triton's launcher is called with another in the place of the one in C, for which it makes the
-    arguments. Where this Triton has no such launcher, run() it is.
-    """
-    plain = functools.partial(run, made, grid, stream, args)
-    launcher, given = made.run, []
-    try:
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
-            return plain  # allocated at every launch
-        in_c = launcher.launch
-        keep = lambda *args: given.append(args)
-        if hasattr(in_c, "__closure__"):  # which makes the descriptors
-            names = in_c.__code__.co_freevars
-            in_c = in_c.__closure__[names.index("launcher")].cell_contents
-            wrap = sys.modules[type(launcher).__module__].wrap_handle_tensordesc
-            keep = wrap(keep, made.src.signature, made.metadata.tensordesc_meta)
-        probe = copy.copy(launcher)
-        probe.launch = keep
-    except (AttributeError, ValueError):
-        return plain
-    probe(*grid, stream, made.function, made.packed_metadata, None, None, None, *args)
-    return functools.partial(in_c, *given[0])
 
 
 def _lengths_alike(kernel: Any, args: tuple, constants: dict[str, Any]) -> bool:

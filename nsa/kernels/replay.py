@@ -22,7 +22,8 @@ from nsa import launches
 from nsa.arrival import selection_is_awaited
 from nsa.flags import get_flags
 from nsa.kernels import launch
-from nsa.kernels.record import Memory, Output, Recorder, Refused, Step, Zeroing
+from nsa.kernels.graph import Graph, zero
+from nsa.kernels.record import Memory, Output, Place, Recorder, Refused, Step, Zeroing
 
 ALIGNED = 256  # bytes, of what lies in a workspace; PyTorch's own memory is aligned as finely
 # Workspaces are allocated at once up to here; larger ones would leave the allocator with holes, and
@@ -31,10 +32,10 @@ LARGEST = 1 << 30
 # Code made by TorchInductor allocates with this, on the current device, in half of the time.
 _empty_strided = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
 MOST = 1024
-MOST_READY = 1024  # of all records together; one takes some 100 KB of the host
+MOST_GRAPHS = 1024  # of all records together
 _SEEN, _REFUSED = "seen once", "not to be recorded"
 _generation = 0
-_ready: list[dict] = []  # each record's, once for each that is ready
+_graphs: list[dict] = []  # each record's, once for each that it has
 
 
 def forget() -> None:
@@ -48,7 +49,7 @@ class Record:
 
     def __init__(self, seen: Recorder, outputs: list[Output], several: bool) -> None:
         """several: the call returns a tuple. Raises Refused where the workspace is too large."""
-        self.steps, self.outputs, self.several = seen.steps, outputs, several
+        self.outputs, self.several = outputs, several
         self.device, self.names = seen.device, [s.name for s in seen.steps if isinstance(s, Step)]
         kept = {x.memory for x in outputs}
         self.kept = [n for n in sorted(kept) if n >= 0]
@@ -57,24 +58,35 @@ class Record:
             and n not in kept
         }  # fmt: skip
         zeroed = [m for m in inner.values() if m.zeroed]  # before the first step
-        self.zeroed = 0  # bytes, at the beginning of the workspace
+        end = 0  # of what they take at the beginning of the workspace
         for memory in zeroed:
-            memory.first, memory.offset = 0, self.zeroed
-            self.zeroed += -(-memory.size // ALIGNED) * ALIGNED
+            memory.first, memory.offset = 0, -(-end // ALIGNED) * ALIGNED
+            end = memory.offset + memory.size
         self.size = _placed([m for m in inner.values() if not m.zeroed], zeroed)
         if self.size > LARGEST:
             raise Refused("a workspace that is too large")
         self.inner = [(n, m.offset) for n, m in inner.items()]
-        self.sizes = {n: (seen.memories[n].size, seen.memories[n].zeroed) for n in self.kept}
+        first = [Place(n, 0) for n, m in inner.items() if m.zeroed][:1]  # where the others follow
+        begin = [Zeroing(place, end) for place in first]
+        for n in self.kept:
+            if seen.memories[n].zeroed:
+                begin.append(Zeroing(Place(n, 0), seen.memories[n].size))
+        self.steps = [*begin, *seen.steps]
+        # Triton allocates this at every launch, which no graph does.
+        scratch = ("global_scratch_size", "profile_scratch_size")
+        about = [getattr(s.made, "metadata", None) for s in seen.steps if isinstance(s, Step)]
+        self.alone = any(getattr(of, name, 0) for of in about for name in scratch)
+        self.sizes = {n: seen.memories[n].size for n in self.kept}
         self.memories = len(seen.memories)
         alone = {n: [x for x in outputs if x.memory == n] for n in self.kept}
         self.whole = {
             n for n, of in alone.items() if len(of) == 1
             and not any(isinstance(x, Zeroing) and x.place.memory == n for x in self.steps)
-            and math.prod(of[0].shape) * of[0].dtype.itemsize == self.sizes[n][0]
+            and math.prod(of[0].shape) * of[0].dtype.itemsize == self.sizes[n]
         }  # fmt: skip
-        # By where everything begins: launches that are ready to be made, or that it was seen once.
-        self.ready: dict[tuple, list[Callable[[], Any] | None] | None] = {}
+        # By where everything begins: the launches there, None where they cannot be a graph, or
+        # that it was seen once.
+        self.graphs: dict[tuple[int, ...], Graph | str | None] = {}
 
     def play(self, addresses: list[int]) -> Any:
         """Make the call on inputs at these addresses."""
@@ -83,10 +95,7 @@ class Record:
         results = []
         for number in self.kept:
             if number not in self.whole:
-                size, zeroed = self.sizes[number]
-                made[number] = x = _empty((size,), (1,), torch.uint8, self.device)
-                if zeroed:
-                    x.zero_()
+                made[number] = x = _empty((self.sizes[number],), (1,), torch.uint8, self.device)
                 bases[number] = x.data_ptr()
         for memory, dtype, shape, stride, offset in self.outputs:
             if memory in made:
@@ -95,8 +104,6 @@ class Record:
                 x = _empty(shape, stride, dtype, self.device)
                 if memory >= 0:
                     bases[memory] = x.data_ptr()
-                    if self.sizes[memory][1]:
-                        x.zero_()
             results.append(x)
         room = None
         if self.size:
@@ -104,41 +111,53 @@ class Record:
             begin = room.data_ptr()
             for number, offset in self.inner:
                 bases[number] = begin + offset
-            if self.zeroed:
-                room[: self.zeroed].zero_()
         self._launch(bases, room, made)
         return tuple(results) if self.several else results[0]
 
     def _launch(self, bases: list[int], room: Tensor | None, made: dict[int, Tensor]) -> None:
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
-        key = (stream, *bases)
-        ready = self.ready.get(key)
-        hooked = launch.hooked()
-        if ready is None and not hooked:
-            if len(_ready) >= MOST_READY:
-                for kept in _ready:
-                    kept.clear()
-                _ready.clear()
-            if key in self.ready:  # seen once, as a loop's memory soon is twice
-                ready = [
-                    launch.ready(x.made, x.grid, stream, x.prepared(bases))
-                    if isinstance(x, Step) else None for x in self.steps
-                ]  # fmt: skip
-            self.ready[key] = ready
-            _ready.append(self.ready)
-        for n, step in enumerate(self.steps):
-            if isinstance(step, Zeroing):
+        if graph := self._graph(bases):
+            graph.launch(stream)
+        else:
+            for step in self.steps:
+                if isinstance(step, Step):
+                    launch.run(step.made, step.grid, stream, step.prepared(bases))
+                    continue
                 number, offset = step.place
                 whole = made.get(number)
                 if whole is None:
                     whole, offset = room, bases[number] - room.data_ptr() + offset
                 whole[offset : offset + step.size].zero_()
-            elif ready is not None and not hooked:
-                ready[n]()
-            else:
-                launch.run(step.made, step.grid, stream, step.prepared(bases))
         launches.bump(*self.names)
+
+    def _graph(self, bases: list[int]) -> Graph | None:
+        """The launches on memory that came before, as a loop's soon does."""
+        if self.alone or launch.hooked() or torch.cuda.is_current_stream_capturing():
+            return None
+        key = tuple(bases)
+        if key not in self.graphs:
+            if len(_graphs) >= MOST_GRAPHS:
+                for kept in _graphs:
+                    kept.clear()
+                _graphs.clear()
+            self.graphs[key] = _SEEN
+            _graphs.append(self.graphs)
+        elif self.graphs[key] == _SEEN:
+            try:
+                self.graphs[key] = Graph(functools.partial(self._on, bases))
+            except (OSError, RuntimeError):
+                self.graphs[key] = None
+        found = self.graphs.get(key)
+        return found if isinstance(found, Graph) else None
+
+    def _on(self, bases: list[int], stream: int) -> None:
+        for step in self.steps:
+            if isinstance(step, Step):
+                launch.run(step.made, step.grid, stream, step.prepared(bases))
+            else:
+                number, offset = step.place
+                zero(bases[number] + offset, step.size, stream)
 
 
 def _empty(

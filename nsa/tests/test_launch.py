@@ -21,7 +21,7 @@ from nsa import NSAAttention, NSAConfig, kernels, launches
 from nsa.kernels import cache_key, row_tiles
 from nsa.kernels import launch as module
 from nsa.kernels.decode import nsa_decode_triton
-from nsa.kernels.launch import OPTIONS, launch, launch_planned, on_its_device, ready
+from nsa.kernels.launch import OPTIONS, launch, launch_planned, on_its_device
 from nsa.tests.helpers import TRITON, randn
 
 CONFIG = NSAConfig(dim=64, heads=8, groups=2, d_k=32, d_v=32, l=16, d=8, l_sel=16, n_sel=4, w=32)
@@ -107,67 +107,6 @@ def test_threads_that_load_launchers_of_one_name_get_each_their_own():
             assert [*pool.map(lambda n: load(n).launch(), wanted)] == wanted
     finally:
         sys.setswitchinterval(before)
-
-
-@pytest.mark.parametrize("described", [True, False])
-@pytest.mark.parametrize("release", ["3.6", "3.7"])
-def test_a_launch_that_is_ready_makes_its_descriptors_once(release, described, monkeypatch):
-    """Triton has functions in Python in front of a kernel's launcher in C."""
-    descriptor, in_c = mock.Mock(spec=["made"]), mock.Mock()
-    descriptor.made.return_value = ["map", 3, 4]
-
-    def wrap_handle_tensordesc(launcher, signature, meta):
-        def inner(*args):
-            head, own = (args[:3], args[3:]) if release == "3.6" else (args[:-1], args[-1])
-            own = [x for a in own for x in (a.made() if a is descriptor else [a])]
-            return launcher(*head, *own) if release == "3.6" else launcher(*head, own)
-
-        return inner if described else launcher
-
-    class Launcher:
-        global_scratch_size = profile_scratch_size = 0
-
-        def __call__(self, x, y, z, stream, function, *args):
-            self.launch(x, stream, function, *(args if release == "3.6" else (args,)))
-
-    name = "wrap_handle_tensordesc"
-    monkeypatch.setattr(sys.modules[__name__], name, wrap_handle_tensordesc, raising=False)
-    signature = {"X": "*bf16", "D": "tensordesc<bf16[8, 8]>" if described else "i32"}
-    launcher = Launcher()
-    launcher.launch = wrap_handle_tensordesc(in_c, signature, None)
-    compiled = SimpleNamespace(
-        run=launcher, function="function", packed_metadata="metadata",
-        src=SimpleNamespace(signature=signature), metadata=SimpleNamespace(tensordesc_meta=None),
-    )  # fmt: skip
-    args = (7, descriptor if described else 5)
-    module.run(compiled, (2, 1, 1), "stream", args)
-    again = ready(compiled, (2, 1, 1), "stream", args)
-    assert descriptor.made.call_count == 2 * described and in_c.call_count == 1
-    for _ in range(3):
-        again()
-    assert descriptor.made.call_count == 2 * described and in_c.call_count == 4
-    assert len({str(call) for call in in_c.call_args_list}) == 1
-    assert in_c.call_args.args[:3] == (2, "stream", "function")
-
-
-@pytest.mark.parametrize("without", ["launch", "global_scratch_size", "no scratch", "closure"])
-def test_a_launch_of_another_triton_is_made_as_ever(without):
-    calls = []
-
-    class Launcher:
-        global_scratch_size, profile_scratch_size = 8 * (without == "no scratch"), 0
-        # Neither of which has a closure that wraps another; one in C has none at all.
-        launch = (lambda *args: None) if without == "closure" else print
-
-        def __call__(self, *args):
-            calls.append(args)
-
-    if without in vars(Launcher):
-        delattr(Launcher, without)
-    compiled = SimpleNamespace(run=Launcher(), function="f", packed_metadata="m")
-    for _ in range(2):
-        ready(compiled, (2, 1, 1), "stream", (5, 6))()
-    assert calls == [(2, 1, 1, "stream", "f", "m", None, None, None, 5, 6)] * 2
 
 
 def test_the_second_launch_gets_every_parameter_in_the_order_of_the_signature(driver):

@@ -62,6 +62,7 @@ def sums(monkeypatch):
         monkeypatch.setattr(owner, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(replay.launch, "_made", {})
     monkeypatch.setattr(replay, "on_this_gpu", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     kernel = Sum()
 
     def launched(a, b, out, step):
@@ -240,7 +241,29 @@ def test_tritons_launch_hooks_see_what_is_played(sums, played, monkeypatch):
     assert sums.kernel.hooked == 4 * 3
 
 
-def test_zeros_between_launches_and_parts_that_are_zero(sums):
+class FakeGraph:
+    """A graph whose launches are made by the host."""
+
+    launched: list[int] = []
+
+    def __init__(self, launch_on):
+        self.launch_on = launch_on
+
+    def launch(self, stream):
+        self.launched.append(stream)
+        self.launch_on(stream)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The streams on which graphs were launched; memory of a CPU has them, too."""
+    monkeypatch.setattr(replay, "Graph", FakeGraph)
+    monkeypatch.setattr(replay, "zero", lambda at, size, stream: ctypes.memset(at, 0, size))
+    monkeypatch.setattr(FakeGraph, "launched", [])
+    return FakeGraph.launched
+
+
+def test_zeros_between_launches_and_parts_that_are_zero(sums, graphs):
     def launcher(a):
         room = torch.empty(8, dtype=I32)
         room[4:].zero_()
@@ -257,6 +280,19 @@ def test_zeros_between_launches_and_parts_that_are_zero(sums):
         found = [x.tolist() for x in call(ints(n, 1, 2, 3))]
         assert found == [[n, 1, 2, 3], [0] * 4, [3] * 4, [0] * 4]
     assert len(calls) == 2
+    kept, a = {}, ints(0, 1, 2, 3)
+
+    def empty(shape, stride, dtype, device):
+        where = (shape, dtype, len([x for x in given if x.shape == shape and x.dtype == dtype]))
+        given.append(kept.setdefault(where, torch.empty(shape, dtype=dtype)).fill_(9))
+        return given[-1]
+
+    for n in range(5):
+        a[0], given = n, []
+        with mock.patch.object(replay, "_empty", empty):
+            found = [x.tolist() for x in call(a)]
+        assert found == [[n, 1, 2, 3], [0] * 4, [3] * 4, [0] * 4]
+    assert len(graphs) == 4
 
 
 def test_memory_is_used_again_within_a_call(sums, monkeypatch):
@@ -283,13 +319,11 @@ def test_memory_is_used_again_within_a_call(sums, monkeypatch):
     assert len(calls) == 4
 
 
-def test_memory_that_comes_again_finds_its_launches_ready(sums, monkeypatch):
+def test_memory_that_comes_again_has_a_graph_of_its_launches(sums, graphs, monkeypatch):
     """And other memory is not taken for it."""
     call, _ = counted(chain(sums))
-    ready = mock.Mock(side_effect=replay.launch.ready)
-    monkeypatch.setattr(replay.launch, "ready", ready)
-    monkeypatch.setattr(replay, "MOST_READY", 3)
-    monkeypatch.setattr(replay, "_ready", [])
+    monkeypatch.setattr(replay, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(replay, "_graphs", [])
     rooms = [torch.empty(4096, dtype=torch.uint8) for _ in range(2)]
     results = [torch.empty(3, dtype=I32) for _ in range(2)]
     inputs = [(A, B), (ints(7, 8, 9), ints(1, 1, 1))]
@@ -301,7 +335,25 @@ def test_memory_that_comes_again_finds_its_launches_ready(sums, monkeypatch):
         with mock.patch.object(replay, "_empty", empty):  # monkeypatch would have it forget
             out, _ = call(*inputs[n], 5)
         assert out.tolist() == (inputs[n][0] + inputs[n][1] + 6).tolist()
-    assert ready.called
+    assert graphs == [7] * 5  # of both from the second time on; the first memory is forgotten
+
+
+@pytest.mark.parametrize("why", ["hooked", "captured", "scratch", "refused"])
+def test_launches_that_no_graph_holds_are_made_one_by_one(why, sums, played, graphs, monkeypatch):
+    call, _ = played
+    if why == "hooked":
+        monkeypatch.setattr(replay.launch, "hooked", lambda: True)
+    if why == "captured":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if why == "scratch":
+        sums.kernel.metadata = SimpleNamespace(global_scratch_size=8, profile_scratch_size=0)
+        call, _ = counted(chain(sums))
+    if why == "refused":
+        monkeypatch.setattr(FakeGraph, "__init__", mock.Mock(side_effect=RuntimeError))
+    for _ in range(9):
+        with mock.patch.object(replay, "_empty", side_effect=replay._empty) as empty:
+            assert call(A, B, 5)[0].tolist() == [11, 13, 15]
+    assert empty.called and not graphs
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.nightly), 90])
@@ -330,8 +382,9 @@ def test_prefill_is_played_as_it_is_launched(S, heads, D, dtype, fixed, cuda, mo
     launchers in deterministic mode."""
     from nsa.kernels.prefill import nsa_prefill_triton
 
-    play, played = replay.Record.play, []
+    play, played, graph, graphs = replay.Record.play, [], replay.Graph.launch, []
     monkeypatch.setattr(replay.Record, "play", lambda *a: (played.append(1), play(*a))[1])
+    monkeypatch.setattr(replay.Graph, "launch", lambda *a: (graphs.append(1), graph(*a))[1])
     sizes = dict(l=32, d=16, l_sel=64, n_sel=16, n_init=1, n_local=2, window=512)
 
     def run(tensors, grad):
@@ -344,10 +397,13 @@ def test_prefill_is_played_as_it_is_launched(S, heads, D, dtype, fixed, cuda, mo
     base = make_layer(S, *heads, D, l=32, d=16, dtype=dtype, device=cuda)
     with deterministic(fixed):
         for grad in (False, True):
-            for n in (1, 2, 3, 4):
-                tensors = [x * n for x in base[:-1]] + [base[-1]]
+            tensors = [x.clone() for x in base]
+            for n in (1, 2, 3, 4, 5):
+                got = None  # results come to lie where those before lay
+                for x, first in zip(tensors[:-1], base, strict=False):
+                    torch.mul(first, n, out=x)
                 got = run(tensors, grad)
-            assert played, "nothing was played"
+            assert played and graphs, "nothing was played, or not by a graph"
             played.clear()
             replay.forget()
             want = run(tensors, grad)

@@ -138,7 +138,7 @@ def save(tmp_path, parts):
     ("state.json", lambda p: p.write_text(p.read_text().replace('"norms"', '"names"'))),
     ("state.json", lambda p: p.write_text(p.read_text().replace('"step": 4', '"step": "4"'))),
     ("*.distcp", Path.unlink), ("*.distcp", lambda p: p.write_bytes(p.read_bytes()[:99])),
-], ids=["empty", "a list", "another format", "no norms", "text", "no shard", "cut shard"])  # fmt: skip
+], ids=["empty", "a list", "another format", "no norms", "text", "no shard", "cut"])  # fmt: skip
 def test_a_damaged_checkpoint_is_named(tmp_path, file, damage, parts, save):
     damage(next(save(4).glob(file)))
     with pytest.raises(CheckpointError, match="step-00000004"):
