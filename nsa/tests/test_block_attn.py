@@ -213,10 +213,35 @@ def test_values_past_the_range_of_16_bits_survive(case, device, key_tiles, monke
     torch.testing.assert_close(large.float() * 2.0**-100, small.float(), rtol=1e-2, atol=1e-6)
 
 
-@pytest.mark.parametrize("case, by", [
+TOGETHER = pytest.mark.parametrize("case, by", [
     (Case((26,), G=1, h=4, n_sel=5, q_start=104), "unions"), (CHOICE_GPU, "unions"),
     (TILED[0], "key_tiles"), (TILED[2], "key_tiles"),
 ], ids=str)  # fmt: skip
+
+
+@TOGETHER
+def test_what_a_neighbour_sees_changes_no_bit(case, by, device, request, monkeypatch):
+    """Of the output and dQ, where PyTorch asks for deterministic algorithms: tiles of queries would
+    go again by other arithmetic, which in the interpreter gives the same bits."""
+    x = Problem(case, "random", device, monkeypatch)
+    if by == "key_tiles":
+        request.getfixturevalue("key_tiles")
+
+    def run():
+        with x.limit(ALWAYS), deterministic():
+            x.saved = None
+            grads, _ = x.backward(use_gluon=False)
+        return *x.saved, grads[0]
+
+    clean = run()
+    rows = x.poison(3 * case.l_sel + 1 if by == "unions" else 2 * case.l_sel + 1, -1)[0]
+    with launches.recording() as counts:
+        for was, now in zip(clean, run(), strict=True):
+            assert torch.equal(now[0][~rows], was[0][~rows])
+    assert not {"_union_attn_fwd_kernel", "_block_attn_outer_kernel"} & set(counts)
+
+
+@TOGETHER
 def test_keys_that_a_query_did_not_choose_stay_out(case, by, device, request, monkeypatch):
     """0 * NaN, of keys past a query in its own block and of blocks that others chose: tiles over
     such keys go again, one by one."""

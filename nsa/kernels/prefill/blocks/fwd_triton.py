@@ -210,7 +210,7 @@ def gated_block_attention_fwd(
         return kept, lse, total
     arch = arch_of(q.device)
     keys = k.shape[:-2].numel()
-    outer = outer_applies(
+    outer = not by.strict and outer_applies(
         arch, tokens, keys, longest, groups, heads, n_sel, block_size, dim, dv, size
     )
     lists = lists_for("fwd_outer" if outer else "fwd", q, by)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +25,13 @@ class Selection(NamedTuple):
     @property
     def packed(self) -> bool:
         return self.seq_begin is not None
+
+    @property
+    def strict(self) -> bool:
+        """Whether what a query does not see may change no bit of what it gets, as in PyTorch's
+        deterministic mode. Ways which do a whole tile of queries anew, by other arithmetic, where
+        one of them meets NaN, do not serve then."""
+        return torch.are_deterministic_algorithms_enabled()
 
     @property
     def n_sel(self) -> int:
