@@ -26,6 +26,7 @@ Exit code: 0 timed, 1 a result is wrong, 2 usage.
 import itertools
 import os
 import secrets
+import socket
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -57,7 +58,7 @@ from bench.ranks import (
     rank_row,
     seed_of_all,
 )
-from bench.records import BenchRow, note, shrunk
+from bench.records import BenchRow, note, positive, shrunk
 from bench.stats import instability, summary
 from nsa import (
     Flags,
@@ -389,7 +390,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
         lists={"directions": (("fwd", "bwd", "decode"), ["fwd", "bwd"], " (default fwd,bwd)")},
     )  # fmt: skip
     text = "time one GPU alone up to this length"
-    parser.add_argument("--alone", type=int, default=524288, metavar="S", help=text)
+    parser.add_argument("--alone", type=positive, default=524288, metavar="S", help=text)
     args = parsed(parser, argv)
     unit = 2 * int(os.environ.get("WORLD_SIZE", "1")) * args.d
     for S in args.S_list:
@@ -421,9 +422,12 @@ def lines(args: Namespace, device: torch.device, about: dict[str, Any]) -> Itera
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"),
-                        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531")):  # fmt: skip
-        os.environ.setdefault(name, value)
+    if "WORLD_SIZE" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
     return on_ranks(args, COLUMNS, lines)
 
 

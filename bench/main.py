@@ -5,6 +5,7 @@ Exit codes: 0 timed, 1 a result is wrong, 2 usage, 3 nothing could be run.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from bench.records import (
     amount,
     check_flags,
     csv_target,
+    csv_text,
     doc_parser,
     integers,
     note,
@@ -31,6 +33,7 @@ from bench.records import (
     write_so_far,
 )
 from bench.timing import Budget, measure
+from nsa.config import check_choice
 
 Line = tuple[BenchRow, dict[str, Any], str]  # a row, its line of the CSV, the same for people
 
@@ -103,6 +106,11 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
         for name in ("l", "l_sel"):
             if (got := getattr(args, name, args.d)) % args.d:
                 parser.error(f"--d must divide --{name}, got {args.d} and {got}")
+    if isinstance(n_sel := getattr(args, "n_sel", None), int):
+        try:
+            check_choice(n_sel, 1, 2)  # as nsa_attention has them by default
+        except ValueError as error:
+            parser.error(f"--{error}")
     check_flags(parser)
     return args
 
@@ -161,8 +169,13 @@ def write_rows(
         if not quiet:
             say(args, text)
             write_so_far(args.csv, written, columns)
-    if not quiet:
-        write_csv(args.csv, written, columns)
+    try:
+        if not quiet:
+            write_csv(args.csv, written, columns)
+    except OSError as error:
+        note(f"--csv {args.csv} cannot be written: {error.strerror}; its rows are here", "warn")
+        sys.stdout.write(csv_text(written, columns))
+        failed = True
     if failed:
         return 1
     if rows and all(row.status == "SKIPPED" for row in rows):

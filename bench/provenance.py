@@ -9,12 +9,14 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.device import Gpu
 from bench.records import out_dir
 
+ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("device", "torch", "triton", "cuda", "driver", "commit", "date", "precision")
 
 
@@ -22,27 +24,38 @@ COLUMNS = ("device", "torch", "triton", "cuda", "driver", "commit", "date", "pre
 def commit() -> str | None:
     """Short hash of the sources, with "-dirty" when tracked files differ; None when unknown.
 
-    Inside a run it is what the run says of itself, and else NSA_COMMIT where it is set: a box may
-    have the sources without git.
+    Inside a run it is what the run says of itself. Without git, as on a box that has the sources
+    alone, it is NSA_COMMIT.
     """
     folder = out_dir()
     if folder is not None and (folder / "bundle.json").is_file():
         git = json.loads((folder / "bundle.json").read_text(encoding="utf-8")).get("git") or {}
         if git.get("short"):
             return git["short"] + ("-dirty" if git.get("dirty") else "")
-    if given := os.environ.get("NSA_COMMIT", "").strip():
-        return given[:7]
-    return described(Path(__file__).parent)
+    return described(ROOT) or os.environ.get("NSA_COMMIT", "").strip()[:7] or None
 
 
 def described(folder: Path) -> str | None:
-    """The commit of a checkout, with "-dirty" when tracked files differ; None without git."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    """The commit of the checkout that holds a folder, with "-dirty" when tracked files differ; None
+    without git. Of a folder in these sources it is theirs, and of others in their checkout, such as
+    a package in its virtual environment or sources within another repository, nobody's."""
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    if top is None or os.path.samefile(top, ROOT) != (folder == ROOT):
+        return None
+    if folder == ROOT or _git(folder, "ls-files", "--", "."):
+        return _git(folder, "describe", "--always", "--dirty", "--exclude", "*")
+    return None
+
+
+def _git(folder: Path, *args: str) -> str | None:
+    """What git answers of a folder, None without one; a hook's variables mean another one."""
+    environ = {name: v for name, v in os.environ.items() if not name.startswith("GIT_")}
+    how: dict[str, Any] = dict(capture_output=True, timeout=20, env=environ)
     try:
-        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20)
+        run = subprocess.run(["git", "-c", "safe.directory=*", *args], cwd=folder, **how)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return run.stdout.strip() or None if run.returncode == 0 else None
+    return os.fsdecode(run.stdout).strip() or None if run.returncode == 0 else None
 
 
 def fix_precision() -> str:

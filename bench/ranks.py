@@ -32,7 +32,8 @@ def join_ranks(device_type: str, timeout_s: float) -> torch.device:
     if device_type == "cuda":
         device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    timeout = datetime.timedelta(seconds=min(timeout_s, 1e9))  # what it can hold
+    dist.init_process_group(backend, timeout=timeout)
     return device
 
 

@@ -14,8 +14,9 @@ import io
 import json
 import math
 import os
+import secrets
+import stat
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -410,7 +411,7 @@ def shrunk(name: str, values: Sequence[int], by: int, multiple: int = 1) -> list
     small = list(dict.fromkeys(max(v // by // multiple, 1) * multiple for v in values))
     was, now = (",".join(map(str, some)) for some in (values, small))
     if os.environ.get("RANK", "0") == "0":
-        note(f"out of GPU memory before: {name} is {now} here instead of {was}", "warn")
+        note(f"--shrink {by}: {name} is {now} here instead of {was}", "warn")
     return small
 
 
@@ -468,22 +469,38 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     return out.getvalue()
 
 
-def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Replace `path` by `text` as a whole: a reader sees the old file or the new one. Its folder is
     made; nothing else stays on failure. A link is replaced, not followed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(fd, "w", encoding="utf-8", errors="replace", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def write_target(path: Path, text: str) -> None:
+    """write_atomic() to a file that somebody named: a link stays one, permissions stay, and what is
+    no file, such as a pipe, is written to. Raises OSError, which names the file."""
+    try:
+        path = path.resolve()
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8", errors="replace", newline="\n")
+            return
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+        write_atomic(path, text)
+        if mode is not None:
+            path.chmod(mode)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_csv(
@@ -493,11 +510,7 @@ def write_csv(
     if target == CSV_STDOUT:
         sys.stdout.write(csv_text(rows, columns))
     elif target is not None:
-        path = Path(target).resolve()
-        if path.exists() and not path.is_file():  # a pipe or a device has no whole to replace
-            path.write_text(csv_text(rows, columns), encoding="utf-8")
-        else:
-            write_atomic(path, csv_text(rows, columns))
+        write_target(Path(target), csv_text(rows, columns))
 
 
 def write_so_far(

@@ -23,7 +23,6 @@ Standard library and PyYAML only.
 import itertools
 import math
 import re
-import stat
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -380,10 +379,8 @@ def write(
         print(f"nothing to write in {path}")
         return 0
     try:
-        file = path.resolve()  # the package's configuration is a link
-        text, mode = file.read_bytes().decode("utf-8"), stat.S_IMODE(file.stat().st_mode)
-        made = propose_config(text, device, settings, "; ".join(comments))
-        records.write_atomic(file, made, mode)
+        text = path.read_bytes().decode("utf-8")
+        records.write_target(path, propose_config(text, device, settings, "; ".join(comments)))
     except (OSError, ValueError) as error:
         print(f"threshold_optimizer: {path}: {error}", file=sys.stderr)
         return 2

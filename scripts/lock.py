@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # an eighth of the time
 
-from bench.records import doc_parser
+from bench.records import doc_parser, write_atomic
 from scripts import aot
 from scripts.aot import AotCase
 
@@ -180,12 +180,12 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{len(entries)} configurations, {len(changed)} made of other code, "
           f"{len(other)} with other PTX")  # fmt: skip
     LOCKS.mkdir(exist_ok=True)
-    (LOCKS / "api.txt").write_text("\n".join(api()) + "\n")
+    write_atomic(LOCKS / "api.txt", "\n".join(api()) + "\n")
     launched = [line for arch in CALLS_OF for line in apart("--calls", arch).splitlines()]
-    (LOCKS / "calls.txt").write_text("\n".join(launched) + "\n")
+    write_atomic(LOCKS / "calls.txt", "\n".join(launched) + "\n")
     lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(e)}" for n, e in entries.items())
     head = f'"triton": {json.dumps(triton.__version__)}'
-    LOCK.write_text(f'{{{head}, "kernels": {{\n{lines}\n}}}}\n')
+    write_atomic(LOCK, f'{{{head}, "kernels": {{\n{lines}\n}}}}\n')
     print("\n".join(bad))
     return 1 if bad else 0
 

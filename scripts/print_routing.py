@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 import torch
 
-from bench.records import emit
+from bench.records import emit, file_target, write_target
 from nsa import dispatch
 from nsa.blocks import num_compressed
 from nsa.config import NSAConfig
@@ -138,7 +138,7 @@ def routing(dtype: str, head_dim: int, config: NSAConfig | None = None) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the object there too")
+    parser.add_argument("--json", type=file_target, metavar="PATH", help="the object, too")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--head-dim", type=int, default=128)
     args = parser.parse_args(argv)
@@ -166,8 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         f"rings for window and raw keys; {kinds['pages']:g} with all in pages"
     )
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(data, indent=1) + "\n")
+        write_target(args.json, json.dumps(data, indent=1) + "\n")
         emit("artifact", {"path": args.json.name})
     return 0
 

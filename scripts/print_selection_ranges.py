@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 
 import torch
 
-from bench.records import check_flags, emit, positive
+from bench.records import check_flags, emit, file_target, positive, write_target
 from nsa import oracle
 from nsa.attention import select_blocks
 from nsa.compress import mean_pool
-from nsa.config import check_blocks
+from nsa.config import check_blocks, check_choice
 from nsa.options import Parser, seed64
 from nsa.select import blocks_to_ranges
 
@@ -49,13 +49,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=positive, default=default, help=what)
     parser.add_argument("--seed", type=seed64, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, metavar="PATH", help="default: stdout")
+    parser.add_argument("--out", type=file_target, metavar="PATH", help="default: stdout")
     args = parser.parse_args(argv)
     if args.heads % args.groups:
         parser.error(f"--groups must divide --heads {args.heads}, got {args.groups}")
     try:
         check_blocks(args.l, args.d, args.l_sel)
-        torch.empty(1, device=args.device)
+        check_choice(args.n_sel, 1, 2)  # as select_blocks() has them
+        torch.empty(1, device=args.device).cpu()
     except (ValueError, RuntimeError, AssertionError) as error:
         parser.error(str(error))
     check_flags(parser)
@@ -70,9 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     ranges = blocks_to_ranges(blocks, args.l_sel, positions).cpu()
     expected = oracle.blocks_to_ranges(blocks.cpu(), args.l_sel)
 
-    step = max(1, args.S // args.queries)
-    lines, problems = [], 0
-    for t in [*range(step - 1, args.S, step)]:
+    lines, problems, shown = [], 0, min(args.queries, args.S)
+    for t in [(i + 1) * args.S // shown - 1 for i in range(shown)]:
         for g in range(args.groups):
             rows = [[int(a), int(b)] for a, b in ranges[0, t, g] if b > a]
             own = [[int(a), int(b)] for a, b in expected[0, t, g] if b > a]
@@ -88,8 +88,7 @@ def main(argv: list[str] | None = None) -> int:
             }))  # fmt: skip
     text = "\n".join(lines) + "\n"
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text)
+        write_target(args.out, text)
         emit("artifact", {"path": args.out.name})
         print(f"{len(lines)} rows, {problems} wrong, in {args.out.name}")
     else:

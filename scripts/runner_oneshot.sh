@@ -26,7 +26,10 @@ if ! command -v "$starter" >/dev/null; then
   exit 3
 fi
 if ! why="$("$starter" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>&1)"; then
-  say "$(command -v "$starter") is older than Python 3.8, or cannot start: ${why##*$'\n'}"
+  fatal="$(grep -m 1 '^Fatal Python error' <<<"$why" || true)"
+  why="${fatal:-${why##*$'\n'}}"
+  if [[ -n "$why" ]]; then why="cannot start: $why"; else why="is older than Python 3.8"; fi
+  say "$(command -v "$starter") $why"
   say "put a Python 3.10 or later first on PATH"
   exit 2
 fi

@@ -133,6 +133,7 @@ NO_FILE = "wants a file that can be written, got "
     (FA2, "--seconds nan", "--seconds: must be a finite number above 0"),
     (FA2, "--S_list 64,64", "wants every integer once, got '64,64'"),
     (PREFILL, "--ops full,half", "--ops"), (PREFILL, "--directions up", "--directions"),
+    (PREFILL, "--n-sel 2", "--n_sel must be at least n_init + n_local"),
     (PREFILL, "--G 0", "--G: must be"), (PREFILL, "--d 24", "--d must divide --l, got 24 and 32"),
     (DECODE, "--S_list 64,0", "--S_list: must be a whole number above 0, got '0'"),
     (DECODE, "--S_list 64;128", "--S_list: must be a whole number above 0"),

@@ -24,7 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Stands for python3: setup_env.py names it as the interpreter; pytest ends with the given code.
 FAKE_PYTHON = """#!/usr/bin/env bash
-if [ "$1" = -c ]; then exit "${TOO_OLD:-0}"; fi
+if [ "$1" = -c ]; then
+  if [ -n "${DIES:-}" ]; then printf 'Fatal Python error: config\\nPython runtime state\\n' >&2; fi
+  exit "${TOO_OLD:-0}"
+fi
 echo "ran: ${TRITON_INTERPRET:-0} $*" >> "$RAN"
 printf '%s\\n' "$@" > "$RAN.words"
 case "$*" in
@@ -66,6 +69,12 @@ def test_an_interpreter_that_is_too_old_is_a_usage_error(tree):
         code, ran, said = tree("bash", "-c", command, TOO_OLD="1")
         assert (code, ran) == (2, [])
         assert streams or ("older than Python 3.8" in said and "3.10 or later" in said)
+
+
+def test_an_interpreter_that_cannot_start_says_why(tree):
+    code, ran, said = tree("bash", "scripts/runner_oneshot.sh", TOO_OLD="1", DIES="1")
+    assert (code, ran) == (2, []) and "older" not in said
+    assert "python3 cannot start: Fatal Python error: config" in said
 
 
 def test_cd_goes_to_this_clone(tree, tmp_path):

@@ -180,10 +180,13 @@ def test_time_is_kept(monkeypatch):
 
 
 def test_what_is_missing_or_no_name_is_told(monkeypatch, capsys):
-    for argv in (["--operations", "slide"], ["--routes", "triton,slide"]):
+    for argv in (["--operations", "slide"], ["--routes", "triton,slide"], ["--routes", ","],
+                 ["--seconds", "nan"], ["--examples", "0"], ["--case", "{}"], ["--last", "/"],
+                 ["--case", '{"operation": "sliding"}']):  # fmt: skip
         with pytest.raises(SystemExit, match="2"):
             fuzz.main(argv)
-        assert "got " in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "got " in said or "no case: 'geometry'" in said
     monkeypatch.setattr(fuzz.importlib.util, "find_spec", lambda name: None)
     assert fuzz.main([]) == 3
     assert "needs hypothesis, which is not installed" in capsys.readouterr().err

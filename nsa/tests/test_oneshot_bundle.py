@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -71,6 +73,11 @@ def test_too_large_an_archive_is_refused(folder, monkeypatch):
     with pytest.raises(ValueError, match="over the limit"):
         bundle.pack(folder)
     assert not folder.with_name("abc1234.tgz").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError))
+    with pytest.raises(OSError):
+        bundle.pack(folder)
+    assert not list(folder.parent.glob("*abc1234.tgz*"))
 
 
 def test_one_lock_per_gpu_whatever_tmpdir_says(monkeypatch, tmp_path):
@@ -113,6 +120,19 @@ def sources(tmp_path):
     (root / "nsa").mkdir(parents=True)
     (root / "nsa" / "a.py").write_text("x = 1\n")
     return root
+
+
+def test_a_name_that_is_not_of_the_locale(sources):
+    folder = sources.rename(sources.with_name("ünï"))
+    state = committed(folder)
+    code = "from scripts.oneshot.box.checkout import git_facts as f; from pathlib import Path; " \
+           "import sys; print(f(Path(sys.argv[1]))['commit'])"  # fmt: skip
+    environ = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, env=environ, check=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.stdout.decode().strip() == state["commit"]
 
 
 def test_git_state(sources):

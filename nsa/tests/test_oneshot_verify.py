@@ -120,6 +120,12 @@ def test_files_that_were_touched(name, text, words, folder):
     assert words in said and ("link is a link" in said) == (name != "bundle.json")
 
 
+def test_a_pipe_is_no_bundle(tmp_path):
+    os.mkfifo(tmp_path / "bundle.json")
+    with pytest.raises(reading.BundleError, match="bundle.json is no regular file"):
+        reading.read_bundle(tmp_path)
+
+
 def first(data, key, **where):
     return next(r for r in data[key] if all(r.get(k) == v for k, v in where.items()))
 

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +23,7 @@ from bench.records import (
     write_atomic,
     write_csv,
     write_so_far,
+    write_target,
 )
 from nsa.tests.helpers import sent
 from nsa.tests.oneshot_faults import rows_of
@@ -124,17 +127,70 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
-def test_rows_of_a_run_name_its_commit(tmp_path, monkeypatch):
-    """A box may have the sources without git: the run was told the commit, its benches ask it."""
-    git = {"short": "c01d9ee", "dirty": True}
-    (tmp_path / "bundle.json").write_text(json.dumps({"git": git}))
-    for name, value, commit in (("NSA_OUT_DIR", str(tmp_path), "c01d9ee-dirty"),
-                                ("NSA_COMMIT", "ab" * 20, "abababa")):  # fmt: skip
+def test_a_file_that_somebody_named_keeps_what_it_is(tmp_path):
+    """A link, its file's permissions, a pipe; of a new file the umask says who may read it."""
+    file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
+    file.write_text("old")
+    file.chmod(0o600)
+    link.symlink_to(file.name)
+    write_target(link, "new")
+    assert link.is_symlink() and file.read_text() == "new" and file.stat().st_mode & 0o777 == 0o600
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_target(pipe, "through")
+    assert os.read(reader, 99) == b"through" and pipe.is_fifo()
+    os.close(reader)
+    before = os.umask(0o077)
+    try:
+        write_target(tmp_path / "long".ljust(250, "g"), "")
+    finally:
+        os.umask(before)
+    assert [p.stat().st_mode & 0o777 for p in tmp_path.glob("long*")] == [0o600]
+    with pytest.raises(OSError, match="/proc/none"):
+        write_target(Path("/proc/none"), "")
+
+
+def git(folder, *args):
+    as_somebody = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(["git", *as_somebody, *args], cwd=folder, check=True, capture_output=True)
+    return done.stdout.decode().strip()
+
+
+def test_rows_name_the_commit_of_their_sources(tmp_path, monkeypatch):
+    """What the run was told, where there is one. A box may have the sources without git, or they
+    may lie in another repository, or a hook of one."""
+    told = {"short": "c01d9ee", "dirty": True}
+    (tmp_path / "bundle.json").write_text(json.dumps({"git": told}))
+    ours, inside = tmp_path / "ours", tmp_path / "ours" / "vendored"
+    inside.mkdir(parents=True)
+    git(ours, "init", "-q")
+    (ours / "a").touch()
+    git(ours, "add", "a")
+    git(ours, "commit", "-qm", "a")
+    head = git(ours, "rev-parse", "--short", "HEAD")
+
+    def commit(root, **environ):
         with monkeypatch.context() as patch:
-            patch.setenv(name, value)
+            patch.delenv("NSA_COMMIT", raising=False)
+            patch.setattr(provenance, "ROOT", root)
+            for name, value in environ.items():
+                patch.setenv(name, value)
             provenance.commit.cache_clear()
-            assert provenance.provenance(None)["commit"] == commit
-    provenance.commit.cache_clear()
+            return provenance.provenance(None)["commit"]
+
+    try:
+        assert commit(ours, NSA_OUT_DIR=str(tmp_path)) == "c01d9ee-dirty"
+        assert commit(ours, NSA_COMMIT="ab" * 20) == head
+        assert commit(inside, NSA_COMMIT="ab" * 20) == "abababa" and commit(inside) is None
+        assert commit(inside, GIT_DIR=str(ours / ".git")) is None
+        monkeypatch.setattr(provenance, "ROOT", tmp_path)
+        assert provenance.described(ours) == head and provenance.described(inside) is None
+        (ours / "a").write_text("b")
+        assert provenance.described(ours) == f"{head}-dirty"
+        monkeypatch.setattr(provenance, "ROOT", ours)
+        assert provenance.described(inside) is None
+    finally:
+        provenance.commit.cache_clear()
 
 
 def test_a_row_names_the_triton_that_was_imported(monkeypatch):

@@ -9,6 +9,7 @@ and backward, and held against fp64 (judge.py). A fault is made smaller before i
 Exit code: 0 nothing was found, 1 something was, 2 usage, 3 hypothesis or the device is missing.
 """
 
+import argparse
 import dataclasses
 import importlib.util
 import math
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.records import doc_parser, emit, note
+from bench.records import amount, doc_parser, emit, file_target, note, positive
 from nsa.dispatch import RouteUnavailable, interpreting
 from nsa.errors import must_raise
 from scripts.fuzz.cases import KEYS, LAYOUTS, ODD, OPERATIONS, VALUES, Case, Geometry
@@ -284,18 +285,25 @@ def report(run: Run, operations: list[str], seed: int, took: float) -> int:
     return 1 if run.faults else 0 if total else 3
 
 
+def _case(text: str) -> Case:
+    try:
+        return Case.from_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"wants a case as a fault is told by, {error}") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = doc_parser(__doc__)
-    split = lambda text: [x for x in text.split(",") if x]
-    parser.add_argument("--seconds", type=float, help="for how long; otherwise --examples decides")
-    parser.add_argument("--examples", type=int, default=100, help="of each operation")
+    split = lambda text: [x for x in text.split(",") if x] or [text]
+    parser.add_argument("--seconds", type=amount, help="for how long; otherwise --examples decides")
+    parser.add_argument("--examples", type=positive, default=100, help="of each operation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--operations", type=split, default=list(OPERATIONS))
     parser.add_argument("--routes", type=split, help="all that the device has")
-    parser.add_argument("--last", type=Path, metavar="FILE",
+    parser.add_argument("--last", type=file_target, metavar="FILE",
                         help="where the running case stands, for a crash")  # fmt: skip
-    parser.add_argument("--case", type=Case.from_json, help="run this one and no other")
+    parser.add_argument("--case", type=_case, help="run this one and no other")
     args = parser.parse_args(argv)
     if unknown := set(args.operations) - set(OPERATIONS):
         parser.error(f"--operations must be of {', '.join(OPERATIONS)}, got {unknown.pop()}")

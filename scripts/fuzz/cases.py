@@ -86,12 +86,15 @@ class Case:
 
     @classmethod
     def from_json(cls, text: str) -> "Case":
-        given = json.loads(text)
-        given["geometry"] = Geometry(**given["geometry"])
-        for name in ("lengths", "steps", "odd"):
-            if given.get(name) is not None:
-                given[name] = tuple(given[name])
-        return cls(**given)
+        try:
+            given = json.loads(text)
+            given["geometry"] = Geometry(**given["geometry"])
+            for name in ("lengths", "steps", "odd"):
+                if given.get(name) is not None:
+                    given[name] = tuple(given[name])
+            return cls(**given)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no case: {error}") from None
 
 
 def num_blocks(n: int, l: int, d: int) -> int:

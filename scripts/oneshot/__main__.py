@@ -20,6 +20,8 @@ process (SIGQUIT, SIGXCPU, SIGUSR1) counts as SIGTERM. SIGHUP stops nothing.
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 
 from scripts.oneshot import streams
@@ -43,8 +45,17 @@ def main(argv: list[str] | None = None) -> int:
     return importlib.import_module(f"scripts.oneshot.{VERBS[argv[0]]}").main(argv[1:])
 
 
+def _stopped(number: int, _frame: object) -> None:
+    """Before the run's own handlers are there nothing is written that would have to be kept."""
+    os.write(2, f"stopped by {signal.Signals(number).name} before anything ran\n".encode())
+    os._exit(128 + number)
+
+
 if __name__ == "__main__":
     streams.open_standard_streams()
     if sys.argv[1:2] == ["run"]:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _stopped)
         streams.leave_by(main)
     raise SystemExit(main())

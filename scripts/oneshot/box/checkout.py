@@ -96,7 +96,8 @@ def git_facts(
     facts: dict[str, Any] = {**dict.fromkeys(_FACTS), "source": "git"}
     git = Git(root, timeout_s)
     try:
-        if not os.path.samefile(git("rev-parse", "--show-toplevel").strip(), root):
+        top = git("rev-parse", "--show-toplevel").strip().encode("utf-8", "surrogateescape")
+        if not os.path.samefile(os.fsdecode(top), root):
             raise ProbeFailed("the sources lie inside another repository")
         facts["commit"] = git("rev-parse", "HEAD").strip()
         facts["short"] = git("rev-parse", "--short", "HEAD").strip()

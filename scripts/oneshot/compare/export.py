@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.records import doc_parser
+from bench.records import doc_parser, write_target
 from scripts.oneshot.compare.comparison import EXIT_NOT_COMPARABLE, EXIT_USAGE
 from scripts.oneshot.compare.verify import verified
 from scripts.oneshot.record.capture import plain
-from scripts.oneshot.record.journal import dumps, write_atomic
+from scripts.oneshot.record.journal import dumps
 from scripts.oneshot.record.reading import BundleError, held_to_rules
 from scripts.oneshot.record.rows import is_number
 from scripts.oneshot.streams import say
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
         say(plain(f"{args.bundle} {why}")[:500])
         return EXIT_NOT_COMPARABLE
     try:
-        write_atomic(args.trace, "".join(dumps(trace(row, data)) + "\n" for row in kept))
+        write_target(args.trace, "".join(dumps(trace(row, data)) + "\n" for row in kept))
     except OSError as error:
         say(f"--trace wants a file that can be written, got {args.trace}: {error.strerror}")
         return EXIT_USAGE

@@ -117,6 +117,11 @@ def pack(folder: Path) -> tuple[Path, str, int]:
         raise ValueError(f"the archive is {size}, over the limit of {REFUSE_BYTES // 2**20} MiB")
     target = archive(folder)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.write_bytes(data)
-    os.replace(temporary, target)
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
     return target, hashlib.sha256(data).hexdigest(), len(data)

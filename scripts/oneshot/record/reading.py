@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 import shutil
+import stat
 import struct
 import tarfile
 import tempfile
@@ -38,7 +39,10 @@ def read_bundle(folder: Path) -> dict[str, Any]:
     """The object of bundle.json. BundleError when it is missing, broken or of another schema."""
     path = folder / "bundle.json"
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):  # a pipe would never end
+            raise BundleError(f"{path.name} is no regular file")
+        if info.st_size > MAX_JSON_BYTES:
             raise BundleError(f"{path.name} is over {MAX_JSON_BYTES // 2**20} MiB")
         data = parse_json(path.read_bytes())
     except FileNotFoundError:
