@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 # CU_STREAM_NON_BLOCKING, and CU_STREAM_CAPTURE_MODE_RELAXED: other threads may do what they like.
 _NON_BLOCKING, _RELAXED = 1, 2
+_SET = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 _loaded: ctypes.CDLL | None = None
 
 
@@ -19,7 +20,10 @@ def _call(name: str, *args: object) -> None:
     global _loaded
     if _loaded is None:
         _loaded = ctypes.CDLL("libcuda.so.1")
-    if error := getattr(_loaded, name)(*args):
+    function = getattr(_loaded, name, None)
+    if function is None:
+        raise RuntimeError(f"this driver has no {name}")
+    if error := function(*args):
         raise RuntimeError(f"{name} gave CUDA error {error}")
 
 
@@ -27,6 +31,45 @@ def zero(address: int, size: int, stream: int) -> None:
     """Set `size` bytes to zero, on a stream."""
     at, of, on = ctypes.c_uint64(address), ctypes.c_size_t(size), ctypes.c_void_p(stream)
     _call("cuMemsetD8Async", at, ctypes.c_ubyte(0), of, on)
+
+
+class Lanes:
+    """Tells a stream that captures what the launches of a record depend on: those of a lane on what
+    was before the fork, and what follows on all of its lanes."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream, self._lane = ctypes.c_void_p(stream), None
+        self._begin = self._last()  # where the driver does not say, nothing was launched yet
+        self._ends: list[int] = []
+
+    def to(self, lane: tuple[int, int] | None) -> None:
+        """The next launches are of this lane, or of none."""
+        if lane == self._lane:
+            return
+        here = self._last()
+        if self._lane is not None and (lane is None or lane[0] != self._lane[0]):
+            here = [*self._ends, *here]  # of all lanes
+            self._depend_on(here)
+            self._ends = []
+        if lane is not None and self._lane is not None and lane[0] == self._lane[0]:
+            self._ends += here
+            self._depend_on(self._begin)
+        elif lane is not None:
+            self._begin = here
+        self._lane = lane
+
+    def _last(self) -> list[int]:
+        """The nodes that a next one would depend on."""
+        status, number, count = ctypes.c_int(), ctypes.c_ulonglong(), ctypes.c_size_t()
+        graph, nodes = ctypes.c_void_p(), ctypes.POINTER(ctypes.c_void_p)()
+        found = map(ctypes.byref, (status, number, graph, nodes, count))
+        _call("cuStreamGetCaptureInfo_v2", self._stream, *found)
+        return [nodes[i] or 0 for i in range(count.value)]
+
+    def _depend_on(self, nodes: list[int]) -> None:
+        of, how = (ctypes.c_void_p * len(nodes))(*nodes), ctypes.c_uint(_SET)
+        count = ctypes.c_size_t(len(nodes))
+        _call("cuStreamUpdateCaptureDependencies", self._stream, of, count, how)
 
 
 class Graph:

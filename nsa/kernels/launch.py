@@ -104,6 +104,21 @@ def recorded(recorder: Any) -> Iterator[None]:
         _state.recorder = None
 
 
+@contextlib.contextmanager
+def lane() -> Iterator[None]:
+    """What is launched in the block neither needs nor disturbs what is in lane() blocks right
+    before or behind this one, so that a call which is played again makes them side by side."""
+    recorder = _state.recorder
+    if recorder is None:
+        yield
+        return
+    recorder.fork()
+    try:
+        yield
+    finally:
+        recorder.join()
+
+
 def busy() -> bool:
     """Return whether this thread is in a launcher, or plans or records one."""
     return _state.in_call or _state.planned is not None or _state.recorder is not None

@@ -48,6 +48,9 @@ class Memory:
         self.first, self.last = step if self.first < 0 else self.first, step
 
 
+Lane = tuple[int, int]  # the numbers of the fork and of the lane in it
+
+
 class Step(NamedTuple):
     """One launch: what Triton compiled, and its arguments, of which those at `places` are addresses
     and those at `descriptors` describe tiles of the memory at one."""
@@ -58,6 +61,7 @@ class Step(NamedTuple):
     args: list[Any]
     places: list[tuple[int, Place]]
     descriptors: list[tuple[int, Place]]
+    lane: Lane | None
 
     def prepared(self, bases: list[int]) -> list[Any]:
         """The arguments for memories that begin at `bases`."""
@@ -74,6 +78,7 @@ class Zeroing(NamedTuple):
 
     place: Place
     size: int
+    lane: Lane | None = None
 
 
 class Output(NamedTuple):
@@ -101,6 +106,15 @@ class Recorder(TorchDispatchMode):
         self.memories: list[Memory | None] = [None] * len(inputs)
         self.at: dict[int, int] = {}  # where a storage begins -> its memory, the latest there
         self.steps: list[Step | Zeroing] = []
+        self.lane: Lane | None = None
+
+    def fork(self) -> None:
+        """What is launched from here to join() goes beside the forks right before it."""
+        beside = self.steps[-1].lane if self.steps else None
+        self.lane = (len(self.steps), 0) if beside is None else (beside[0], beside[1] + 1)
+
+    def join(self) -> None:
+        self.lane = None
 
     def _saw(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         packet = func.overloadpacket
@@ -149,7 +163,8 @@ class Recorder(TorchDispatchMode):
             return
         grid = (*grid, 1, 1)[:3]
         name = kernel.__name__
-        self.steps.append(Step(made, name, grid, [*plain, *values], places, descriptors))
+        args = [*plain, *values]
+        self.steps.append(Step(made, name, grid, args, places, descriptors, self.lane))
 
     def _place(self, x: Tensor, what: str = "a launch") -> Place:
         at = x.data_ptr()
@@ -181,7 +196,7 @@ class Recorder(TorchDispatchMode):
             memory.zeroed = True  # what else is in it may hold anything
         else:
             self._used(x)
-            self.steps.append(Zeroing(place, size))
+            self.steps.append(Zeroing(place, size, self.lane))
 
     def outputs(self, result: Any) -> list[Output]:
         """Where the call's result lies. Raises Refused for a call that no record holds."""

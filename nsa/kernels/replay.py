@@ -22,7 +22,7 @@ from nsa import launches
 from nsa.arrival import selection_is_awaited
 from nsa.flags import get_flags
 from nsa.kernels import launch
-from nsa.kernels.graph import Graph, zero
+from nsa.kernels.graph import Graph, Lanes, zero
 from nsa.kernels.record import Memory, Output, Place, Recorder, Refused, Step, Zeroing
 
 ALIGNED = 256  # bytes, of what lies in a workspace; PyTorch's own memory is aligned as finely
@@ -57,6 +57,7 @@ class Record:
             n: m for n, m in enumerate(seen.memories) if m is not None and m.last >= 0
             and n not in kept
         }  # fmt: skip
+        _hold_between_forks(seen.steps, [*inner.values()])
         zeroed = [m for m in inner.values() if m.zeroed]  # before the first step
         end = 0  # of what they take at the beginning of the workspace
         for memory in zeroed:
@@ -119,7 +120,7 @@ class Record:
         stream = active.get_current_stream(active.get_current_device())
         if graph := self._graph(bases):
             graph.launch(stream)
-        else:
+        elif not (torch.cuda.is_current_stream_capturing() and self._into(bases, stream)):
             for step in self.steps:
                 if isinstance(step, Step):
                     launch.run(step.made, step.grid, stream, step.prepared(bases))
@@ -151,13 +152,28 @@ class Record:
         found = self.graphs.get(key)
         return found if isinstance(found, Graph) else None
 
+    def _into(self, bases: list[int], stream: int) -> bool:
+        """Launch into the graph that the caller captures; False where the driver cannot."""
+        if launch.hooked():
+            return False
+        try:
+            Lanes(stream)
+        except (OSError, RuntimeError):
+            return False
+        self._on(bases, stream)
+        return True
+
     def _on(self, bases: list[int], stream: int) -> None:
+        """Launch on a stream that captures."""
+        lanes = Lanes(stream)
         for step in self.steps:
+            lanes.to(step.lane)
             if isinstance(step, Step):
                 launch.run(step.made, step.grid, stream, step.prepared(bases))
             else:
                 number, offset = step.place
                 zero(bases[number] + offset, step.size, stream)
+        lanes.to(None)
 
 
 def _empty(
@@ -166,6 +182,20 @@ def _empty(
     if _empty_strided is not None and device.type == "cuda":
         return _empty_strided(shape, stride, dtype)
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def _hold_between_forks(steps: list[Step | Zeroing], memories: list[Memory]) -> None:
+    """Let what a lane uses live as long as all lanes beside it do, which may run at any time."""
+    forks: dict[int, list[int]] = {}
+    for n, step in enumerate(steps):
+        if step.lane is not None:
+            forks.setdefault(step.lane[0], []).append(n)
+    for memory in memories:
+        for lived in forks.values():
+            if lived[0] <= memory.first <= lived[-1]:
+                memory.first = lived[0]
+            if lived[0] <= memory.last <= lived[-1]:
+                memory.last = lived[-1]
 
 
 def _placed(memories: list[Memory], fixed: list[Memory]) -> int:

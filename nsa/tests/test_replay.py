@@ -16,8 +16,8 @@ import torch
 from nsa import launches
 from nsa.arrival import selection_waits
 from nsa.flags import Flags
-from nsa.kernels import record, replay
-from nsa.kernels.launch import launch
+from nsa.kernels import graph, record, replay
+from nsa.kernels.launch import lane, launch
 from nsa.tests.helpers import deterministic, make_layer
 
 I32 = torch.int32
@@ -258,6 +258,7 @@ class FakeGraph:
 def graphs(monkeypatch):
     """The streams on which graphs were launched; memory of a CPU has them, too."""
     monkeypatch.setattr(replay, "Graph", FakeGraph)
+    monkeypatch.setattr(replay, "Lanes", mock.Mock())
     monkeypatch.setattr(replay, "zero", lambda at, size, stream: ctypes.memset(at, 0, size))
     monkeypatch.setattr(FakeGraph, "launched", [])
     return FakeGraph.launched
@@ -336,6 +337,62 @@ def test_memory_that_comes_again_has_a_graph_of_its_launches(sums, graphs, monke
             out, _ = call(*inputs[n], 5)
         assert out.tolist() == (inputs[n][0] + inputs[n][1] + 6).tolist()
     assert graphs == [7] * 5  # of both from the second time on; the first memory is forgotten
+
+
+def test_lanes_share_no_memory_and_keep_their_order(sums, graphs, monkeypatch):
+    def launcher(a):
+        first, outs = torch.empty_like(a), []
+        sums(a, a, first, 0)
+        for n in range(3):
+            with lane():
+                once, twice = torch.empty_like(a), torch.empty_like(a)
+                twice.zero_()
+                sums(first, a, once, n)
+                sums(once, twice, twice, 0)
+                outs.append(twice)
+        total, out = torch.empty_like(a), torch.empty_like(a)
+        sums(outs[0], outs[1], total, 0)
+        sums(total, outs[2], out, 0)
+        return out
+
+    call, _ = counted(launcher)
+    a, records = torch.ones(64, dtype=I32), []
+    made = replay.Record.__init__
+    keep = lambda self, seen, *more: (records.append((self, seen)), made(self, seen, *more))[1]
+    with mock.patch.object(replay.Record, "__init__", keep):
+        for _ in range(5):
+            assert call(a).tolist() == [12] * 64
+    record, seen = records[0]
+    used = [m for m in seen.memories if m is not None and m.first in range(7)]  # not behind them
+    assert len({m.offset for m in used}) == len(used) == 7
+    lanes = [step.lane and step.lane[1] for step in record.steps]
+    assert lanes == [None, None, 0, 0, 1, 1, 2, 2, None, None]  # zeros come before all
+
+
+def test_a_lane_depends_on_what_was_before_the_fork(monkeypatch):
+    """By a driver that captures: each launch is a node that depends on `last`."""
+    last, needs = [], {}
+
+    def call(name, stream, *args):
+        if name == "cuStreamGetCaptureInfo_v2":
+            nodes = (ctypes.c_void_p * len(last))(*last)
+            args[3]._obj.contents = ctypes.cast(nodes, ctypes.POINTER(ctypes.c_void_p)).contents
+            args[4]._obj.value = len(last)
+            kept.append(nodes)
+        else:
+            assert name == "cuStreamUpdateCaptureDependencies" and args[2].value == 1
+            last[:] = args[0][: args[1].value]
+
+    kept = []
+    monkeypatch.setattr(graph, "_call", call)
+    lanes = graph.Lanes(7)
+    for node, where in enumerate([None, (1, 0), (1, 0), (1, 1), None, (5, 0), (5, 1), (8, 0)], 1):
+        lanes.to(where)
+        needs[node] = {*last}
+        last[:] = [node]
+    lanes.to(None)
+    assert needs == {1: set(), 2: {1}, 3: {2}, 4: {1}, 5: {3, 4}, 6: {5}, 7: {5}, 8: {6, 7}}
+    assert last == [8]
 
 
 @pytest.mark.parametrize("why", ["hooked", "captured", "scratch", "refused"])

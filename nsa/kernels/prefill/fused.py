@@ -12,6 +12,7 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from nsa.arrival import await_selection
 from nsa.blocks import num_compressed
 from nsa.checks import assert_longest, needs_grad, scale_of
-from nsa.kernels.launch import packed_ends
+from nsa.kernels.launch import lane, packed_ends
 from nsa.kernels.operator import operator
 from nsa.kernels.prefill import hopper
 from nsa.kernels.prefill.blocks.ops import sequence_begins
@@ -94,31 +95,35 @@ def _prefill(
         )
     if scoring:
         slabs = ranking.slabs(*scoring.scores_tile(q.shape[-2] // k_cmp.shape[-2]))
-    if pair:
-        o_win = lse_win = None
-        o_cmp, lse_cmp = pair.span_pair_fwd_hopper(
-            q, k_cmp, v_cmp, k_win, v_win, gates, compressed, sliding, softmax_scale, cu_seqlens,
-            cu_seqlens_cmp, q_start, win_start, slabs, heads,
-        )  # fmt: skip
-    else:
-        o_cmp, lse_cmp = span_attention_fwd(
-            q, k_cmp, v_cmp, compressed, softmax_scale, cu_seqlens, cu_seqlens_cmp, q_start,
-            use_gluon, slabs, heads,
-        )  # fmt: skip
-        o_win, lse_win = span_attention_fwd(
-            q, k_win, v_win, sliding, softmax_scale, cu_seqlens, cu_seqlens, win_start, use_gluon
-        )
-    if scoring:
-        block_indices = ranking.out
-    elif whole:
-        block_indices = every_block(ranking, seq_begin)
-    else:
-        if heads * k_cmp.shape[-2] < q.shape[-2]:
-            hide_heads(lse_cmp, k_cmp.shape[-2], heads)
-        block_indices = block_select(
-            q, k_cmp, lse_cmp, **s, softmax_scale=softmax_scale, cu_q=cu_seqlens,
-            cu_k=cu_seqlens_cmp, max_q=max_seqlen, q_start=q_start, use_gluon=use_gluon,
-        )  # fmt: skip
+    o_win = lse_win = None
+    with lane():
+        if pair:
+            o_cmp, lse_cmp = pair.span_pair_fwd_hopper(
+                q, k_cmp, v_cmp, k_win, v_win, gates, compressed, sliding, softmax_scale,
+                cu_seqlens, cu_seqlens_cmp, q_start, win_start, slabs, heads,
+            )  # fmt: skip
+        else:
+            o_cmp, lse_cmp = span_attention_fwd(
+                q, k_cmp, v_cmp, compressed, softmax_scale, cu_seqlens, cu_seqlens_cmp, q_start,
+                use_gluon, slabs, heads,
+            )  # fmt: skip
+        if scoring:
+            block_indices = ranking.out
+        elif whole:
+            block_indices = every_block(ranking, seq_begin)
+        else:
+            if heads * k_cmp.shape[-2] < q.shape[-2]:
+                hide_heads(lse_cmp, k_cmp.shape[-2], heads)
+            block_indices = block_select(
+                q, k_cmp, lse_cmp, **s, softmax_scale=softmax_scale, cu_q=cu_seqlens,
+                cu_k=cu_seqlens_cmp, max_q=max_seqlen, q_start=q_start, use_gluon=use_gluon,
+            )  # fmt: skip
+    if not pair:
+        with lane():
+            o_win, lse_win = span_attention_fwd(
+                q, k_win, v_win, sliding, softmax_scale, cu_seqlens, cu_seqlens, win_start,
+                use_gluon,
+            )  # fmt: skip
     await_selection()
     others = (o_cmp, o_win, gates)
     if whole:
@@ -175,29 +180,39 @@ def _prefill_bwd(
         grad_out, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates, any_negative,
         cu_seqlens,
     )  # fmt: skip
-    _, dk_win, dv_win = span_attention_bwd(
-        grad_out, q, k_win, v_win, o_win, lses[WIN], sliding, softmax_scale, cu_seqlens,
-        cu_seqlens, delta=deltas[WIN], dq=acc, first=not of_window,
-        q_start=_window_start(q, k_win, cu_seqlens), any_negative=any_negative, chosen=of_window,
+    # Kernels that add to dQ by atomics do so in any order, others one after another.
+    of_both = one_pass(q, k_cmp, v_cmp, grad_out, use_gluon) and (
+        one_pass(q, k_sel, v_sel, grad_out, use_gluon) if whole
+        else hopper.block_backward(q, k_sel, v_sel, grad_out, s["l_sel"], use_gluon)
     )  # fmt: skip
-    if whole:
-        of_sel, dk_sel, dv_sel = span_attention_bwd(
-            grad_out, q, k_sel, v_sel, o_sel, lses[SEL], whole, softmax_scale, cu_seqlens,
-            cu_seqlens, delta=deltas[SEL], dq=acc, q_start=q_start, use_gluon=use_gluon,
-            any_negative=any_negative,
+    beside = lane if of_window and of_both else contextlib.nullcontext
+    with beside():
+        _, dk_win, dv_win = span_attention_bwd(
+            grad_out, q, k_win, v_win, o_win, lses[WIN], sliding, softmax_scale, cu_seqlens,
+            cu_seqlens, delta=deltas[WIN], dq=acc, first=not of_window,
+            q_start=_window_start(q, k_win, cu_seqlens), any_negative=any_negative,
+            chosen=of_window,
         )  # fmt: skip
-    else:
-        of_sel, dk_sel, dv_sel = block_attention_bwd(
-            grad_out, q, k_sel, v_sel, None, lses[SEL], block_indices, block_size=s["l_sel"],
-            softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
-            cu_seqlens=cu_seqlens, delta=deltas[SEL], dq=acc, reach=reach, q_start=q_start,
+    with beside():
+        if whole:
+            of_sel, dk_sel, dv_sel = span_attention_bwd(
+                grad_out, q, k_sel, v_sel, o_sel, lses[SEL], whole, softmax_scale, cu_seqlens,
+                cu_seqlens, delta=deltas[SEL], dq=acc, q_start=q_start, use_gluon=use_gluon,
+                any_negative=any_negative,
+            )  # fmt: skip
+        else:
+            of_sel, dk_sel, dv_sel = block_attention_bwd(
+                grad_out, q, k_sel, v_sel, None, lses[SEL], block_indices, block_size=s["l_sel"],
+                softmax_scale=softmax_scale, seq_begin=sequence_begins(cu_seqlens, q.shape[0]),
+                cu_seqlens=cu_seqlens, delta=deltas[SEL], dq=acc, reach=reach, q_start=q_start,
+                use_gluon=use_gluon, any_negative=any_negative,
+            )  # fmt: skip
+    with beside():
+        _, dk_cmp, dv_cmp = span_attention_bwd(
+            grad_out, q, k_cmp, v_cmp, o_cmp, lses[CMP], Span(COMPRESSED, s["l"], s["d"]),
+            softmax_scale, cu_seqlens, cu_seqlens_cmp, delta=deltas[CMP], dq=acc, q_start=q_start,
             use_gluon=use_gluon, any_negative=any_negative,
         )  # fmt: skip
-    _, dk_cmp, dv_cmp = span_attention_bwd(
-        grad_out, q, k_cmp, v_cmp, o_cmp, lses[CMP], Span(COMPRESSED, s["l"], s["d"]),
-        softmax_scale, cu_seqlens, cu_seqlens_cmp, delta=deltas[CMP], dq=acc, q_start=q_start,
-        use_gluon=use_gluon, any_negative=any_negative,
-    )  # fmt: skip
     dq = rounded(of_sel, softmax_scale, q, None if of_sel is acc else acc)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
