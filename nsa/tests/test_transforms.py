@@ -65,6 +65,28 @@ def test_nested_transforms():
         torch.func.jacfwd(row)(one[0])
 
 
+@pytest.mark.parametrize("by", ["blocks", "ranges", "window"])
+def test_kernels_have_no_second_derivative_and_say_so(by, kernel_device):
+    q, _, _, k, v, *_ = (x.half().to(kernel_device) for x in inputs(1))
+    blocks = torch.zeros(*q.shape[:2], k.shape[2], 1, dtype=torch.int32, device=kernel_device)
+    chosen: dict = {"block_indices": blocks, "block_size": 16}
+    if by == "ranges":
+        chosen = {"ranges": torch.stack([blocks, blocks + 1], -1)}
+
+    def loss(q):
+        if by == "window":
+            return nsa.sliding_attention(q, k, v, window=9, backend="triton").square().sum()
+        return nsa.selection_attention(q, k, v, **chosen, backend="triton").square().sum()
+
+    assert torch.func.grad(loss)(q).abs().max() > 0 or by == "ranges"  # of one key there is none
+    for twice in (
+        lambda: torch.func.grad(lambda q: torch.func.grad(loss)(q).square().sum())(q),
+        lambda: torch.autograd.functional.vhp(loss, q, q),
+    ):
+        with pytest.raises(NotImplementedError, match="no second derivatives"):
+            twice()
+
+
 def test_the_branches_under_vmap():
     q, k_cmp, v_cmp, k, v, *_ = stack([inputs(1), inputs(2)])
     sizes = {n: SIZES[n] for n in ("l", "d", "l_sel", "n_sel")}

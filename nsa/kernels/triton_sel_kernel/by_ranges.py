@@ -22,6 +22,7 @@ from nsa import log
 from nsa.checks import needs_grad, scale_of
 from nsa.device import log_device, resolve_flags
 from nsa.flags import Flags
+from nsa.kernels.operator import once
 from nsa.kernels.triton_sel_kernel.inputs import check_qkv, check_tensor, units_of_8
 from nsa.packing import length_buckets, packed_positions
 from nsa.routes import RouteUnavailable
@@ -129,7 +130,7 @@ class _Selection(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
