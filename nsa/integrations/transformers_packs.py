@@ -115,9 +115,11 @@ def nsa_mask(
                 "no bidirectional attention"
             )
         return numbers
-    if attention_mask is None or bool(attention_mask[:, -kv_length:].all()):
+    if attention_mask is None:
         return None
-    return attention_mask[:, -kv_length:]
+    # As for dense attention: columns behind a narrow mask are padding, those of a wide one to come.
+    numbers = F.pad(attention_mask, (0, kv_length - attention_mask.shape[-1]))
+    return None if bool(numbers.all()) else numbers
 
 
 def _packed_by(mask_function: Any, B: int, N: int, device: Any) -> Tensor | None:

@@ -284,9 +284,12 @@ def test_masks_that_are_not_causal_are_refused():
     """Whatever a mask function is called: it is asked what it shows."""
     from transformers import masking_utils as masks
 
-    longer = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])  # of the keys
-    assert integration.nsa_mask(1, 4, 4, attention_mask=longer[:1]) is None
-    assert torch.equal(integration.nsa_mask(2, 4, 4, attention_mask=longer), longer[:, 2:])
+    # Of a mask that is as wide as no keys are, dense attention takes the first columns.
+    given = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])
+    assert integration.nsa_mask(1, 4, 4, attention_mask=given[:1]) is None
+    assert torch.equal(integration.nsa_mask(2, 4, 4, attention_mask=given), given[:, :4])
+    narrow = integration.nsa_mask(2, 4, 4, attention_mask=given[:, 1:4])
+    assert narrow.tolist() == [[1, 1, 1, 0], [0, 1, 1, 0]]
     sequence = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     packed = masks.and_masks(
         masks.causal_mask_function, masks.packed_sequence_mask_function(sequence)
