@@ -100,6 +100,7 @@ class NSACache(CacheRows):
     parallel = False  # all tokens are here; nsa/parallel_cache.py has an attend() of its own
     attend: Callable[..., tuple[Tensor, Tensor]]
 
+    @torch.inference_mode(False)  # one that is made in it may be filled outside
     def __init__(
         self, config: NSAConfig, batch: int, max_len: int, *,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
@@ -151,6 +152,7 @@ class NSACache(CacheRows):
         # (backend, flags) with which the fused step served this cache; see attention.py.
         self.fused_step: set[tuple[Any, Any]] = set()
 
+    @torch.inference_mode(False)
     def _buffers(self, rows: int) -> tuple[Tensor, Tensor]:
         c = self.config
         return (

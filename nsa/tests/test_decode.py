@@ -113,6 +113,19 @@ def test_full_cache_raises_or_grows():
         torch.testing.assert_close(grown.compressed()[0], oracle.compress_mean(raw.k_cmp, 8, 4))
 
 
+def test_a_cache_of_inference_mode_goes_on_outside():
+    """One that grew there, too."""
+    torch.manual_seed(0)
+    module, x = NSAAttention(CONFIG).double(), randn(2, 70, CONFIG.dim, seed=1).double()
+    with torch.no_grad():
+        want = module(x)
+        with torch.inference_mode():
+            cache = module.make_cache(2, 32, growable=True, dtype=F64)
+            module.prefill(x[:, :60], cache)
+        got = [module.step(x[:, t : t + 1], cache) for t in range(60, 70)]
+    torch.testing.assert_close(torch.cat(got, 1), want[:, 60:])
+
+
 @pytest.mark.parametrize("refused", range(4))
 def test_a_cache_that_cannot_grow_is_as_it_was(refused, layer, monkeypatch):
     """Whichever of its four buffers there is no memory for."""
