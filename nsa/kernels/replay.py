@@ -3,8 +3,9 @@
 A launcher chooses kernels, tiles and workspaces from shapes, types and flags alone, which takes the
 host far longer than the launches themselves. So the second call of a kind is recorded: what it
 allocates, what it sets to zero, which kernels it launches on what. From the third on the record is
-played: one workspace, the outputs, and the launches. A call that does anything else with a tensor
-is not recorded, and takes its launcher every time.
+played: one workspace, the outputs, and the launches, which are one CUDA graph where all memory lies
+as it lay before. A call that does anything else with a tensor is not recorded, and takes its
+launcher every time.
 """
 
 from __future__ import annotations
