@@ -28,7 +28,7 @@ from nsa.config import NSAConfig
 from nsa.decode_graph import GraphUnavailable, StepGraph
 from nsa.fp8 import KVCacheDtype
 from nsa.model import NSALanguageModel
-from nsa.options import Parser, seed64
+from nsa.options import Parser, device_here, seed64
 
 FORMAT = "nsa-lm/1"
 
@@ -177,22 +177,6 @@ def generate(
     )
 
 
-def _device(text: str) -> torch.device:
-    """A device that is here, for argparse."""
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not here: torch {torch.__version__} sees {torch.cuda.device_count()} "
-            "CUDA devices"
-        )
-    return device
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="file written by scripts/train_showcase.py --save")
@@ -206,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--graph", action="store_true", help="replay steps as one CUDA graph")
     parser.add_argument(
-        "--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu"
+        "--device", type=device_here, default="cuda" if torch.cuda.is_available() else "cpu"
     )
     args = parser.parse_args(argv)
     try:
