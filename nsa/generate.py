@@ -11,9 +11,13 @@ that is impossible it decodes without and says why. Exit code: 0, or 2 for a usa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
+import os
 import pickle
+import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -38,18 +42,35 @@ def save_checkpoint(
 ) -> None:
     """Write the model's configuration and weights: plain numbers and tensors, no pickled code.
 
-    state: the whole weights of a model that is sharded (default: its own state_dict()).
+    state: the whole weights of a model that is sharded (default: its own state_dict()). A model
+    that torch.compile wraps is saved as the one inside. An earlier file stays whole until the new
+    one is, and for good if that cannot be written.
     """
-    torch.save(
-        {
-            "format": FORMAT,
-            "config": dataclasses.asdict(model.config),
-            "vocab_size": model.vocab_size,
-            "n_layers": model.n_layers,
-            "state": {k: v.detach().cpu() for k, v in (state or model.state_dict()).items()},
-        },
-        path,
-    )
+    weights = (state or model.state_dict()).items()
+    saved = {
+        "format": FORMAT,
+        "config": dataclasses.asdict(model.config),
+        "vocab_size": model.vocab_size,
+        "n_layers": model.n_layers,
+        "state": {k.replace("_orig_mod.", ""): v.detach().cpu() for k, v in weights},
+    }
+    path = Path(path).resolve()  # a link stays one
+    if path.exists() and not path.is_file():  # a pipe or a device cannot be replaced
+        torch.save(saved, path)
+        return
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "xb") as file:  # by its name, torch would write that into the file
+            torch.save(saved, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> NSALanguageModel:

@@ -2,8 +2,11 @@
 
 import copy
 import dataclasses
+import errno
 import itertools
 import math
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -182,6 +185,41 @@ def test_a_checkpoint_keeps_its_dtype_and_says_what_it_lacks(model, path):
             gen.load_checkpoint(path)
     with pytest.raises(FileNotFoundError):
         gen.load_checkpoint(path.with_name("none"))
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(model, path, monkeypatch):
+    before = path.read_bytes()
+
+    def full(saved, file):
+        with open(file, "wb") if isinstance(file, (str, Path)) else file as out:
+            out.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        gen.save_checkpoint(path, model)
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+def test_a_checkpoint_takes_the_place_of_what_is_there(model, path, monkeypatch):
+    """The same bytes and permissions; a link goes on to be one, and no device becomes a file."""
+    before, link = path.read_bytes(), path.with_name("link.pt")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    gen.save_checkpoint(link, model)
+    assert link.is_symlink() and path.read_bytes() == before
+    assert path.stat().st_mode & 0o777 == 0o640
+    monkeypatch.setattr(os, "replace", pytest.fail)
+    gen.save_checkpoint("/dev/null", model)
+
+
+def test_a_compiled_model_is_saved_as_the_one_inside(model, path):
+    whole, parts = torch.compile(model, backend="eager"), copy.deepcopy(model)
+    parts.blocks[0] = torch.compile(parts.blocks[0], backend="eager")
+    for compiled in (whole, parts):
+        gen.save_checkpoint(path, compiled)
+        again = gen.load_checkpoint(path).state_dict()
+        assert all(torch.equal(again[name], x) for name, x in model.state_dict().items())
 
 
 def test_a_model_can_be_trained_on_what_was_generated(model):
