@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.config import NSAConfig
+from nsa.arguments import check_dtype
+from nsa.config import NSAConfig, check_int
 from nsa.decode_graph import GraphUnavailable, StepGraph
 from nsa.fp8 import KVCacheDtype
 from nsa.model import NSALanguageModel
@@ -127,8 +128,8 @@ def pick(
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     if top_k is not None:
-        floor = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < floor, float("-inf"))
+        best = logits.topk(min(top_k, logits.shape[-1]), dim=-1)  # no more than k, though some tie
+        logits = torch.full_like(logits, -math.inf).scatter(-1, best.indices, best.values)
     # Differences to the best logit, in fp64, stay finite at any temperature.
     logits = logits.double() - logits.amax(-1, keepdim=True).double()
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
@@ -150,17 +151,25 @@ def generate(
     temperature 0 is greedy; otherwise logits are divided by it, cut to the top_k best and sampled
     with `seed`, so the same call gives the same text. graph: capture a step once and replay it,
     where it can be captured; the capture counts as neither prefill nor decoding. kv_cache_dtype: as
-    NSACache's, "fp8_e4m3" with descales of 1. Raises ValueError
-    for an empty prompt or a setting out of range.
+    NSACache's, "fp8_e4m3" with descales of 1. Raises TypeError or ValueError that names the
+    argument, also for an empty prompt or a token that the model does not know.
     """
+    check_dtype("prompt", prompt, "an int32 or int64 tensor", torch.int32, torch.int64)
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(f"prompt must be [B, S] with S >= 1, got {list(prompt.shape)}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if prompt.numel():
+        low, high = torch.stack(prompt.aminmax()).tolist()
+        if low < 0 or high >= model.vocab_size:
+            raise ValueError(
+                f"prompt must hold tokens from 0 to {model.vocab_size - 1}, got "
+                f"{low if low < 0 else high}"
+            )
+    check_int("max_new_tokens", max_new_tokens, 1)
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise TypeError(f"temperature must be a number, got {temperature!r}")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be 0 or larger and finite, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1 or None, got {top_k}")
+    check_int("top_k", top_k, 1, optional=True)
 
     def clock() -> float:
         if prompt.is_cuda:

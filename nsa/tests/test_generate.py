@@ -79,6 +79,8 @@ def test_top_1_is_greedy_and_top_k_stays_among_the_best():
     assert torch.equal(gen.pick(logits, 5.0, 1, g), best)
     drawn = gen.pick(logits, 5.0, 3, g)
     assert (logits.topk(3).indices == drawn).any(-1).all() and not torch.equal(drawn, best)
+    tied = gen.pick(torch.zeros(400, 50), 5.0, 3, g)
+    assert set(tied.flatten().tolist()) == set(torch.zeros(50).topk(3).indices.tolist())
     for temperature in (0.5, 2.0):
         share = (gen.pick(two.expand(4000, 2), temperature, None, g) == 0).float().mean()
         want = two.div(temperature).softmax(-1)[0, 0]
@@ -92,15 +94,25 @@ def test_a_temperature_near_0_takes_the_best(model):
 
 
 def test_bad_settings_are_named(model):
-    call = lambda n=4, **how: (
-        lambda: gen.generate(
-            model, torch.zeros(1, n, dtype=torch.long), **{"max_new_tokens": 1, **how}
-        )
-    )
-    bad = [("max_new_tokens", 0), ("temperature", -1.0), ("temperature", math.nan),
-           ("temperature", math.inf), ("top_k", 0)]  # fmt: skip
-    named = ((ValueError, name, call(**{name: value})) for name, value in bad)
-    assert_raises(*named, (ValueError, "prompt", call(0)))
+    good = {"prompt": torch.zeros(1, 4, dtype=torch.long), "max_new_tokens": 1}
+    bad = [
+        (ValueError, "max_new_tokens must be at least 1, got 0", {"max_new_tokens": 0}),
+        (TypeError, "max_new_tokens must be an int, got 2.0", {"max_new_tokens": 2.0}),
+        *((ValueError, "temperature must be 0 or larger and finite", {"temperature": value})
+          for value in (-1.0, math.nan, math.inf)),
+        (TypeError, "temperature must be a number, got 'a'", {"temperature": "a"}),
+        (ValueError, "top_k must be None or at least 1, got 0", {"top_k": 0}),
+        (TypeError, "top_k must be None or an int, got 2.5", {"top_k": 2.5}),
+        (ValueError, r"prompt must be .* got \[1, 0\]", {"prompt": good["prompt"][:, :0]}),
+        (TypeError, "prompt must be an int32 or int64 tensor, got list", {"prompt": [[1, 2]]}),
+        (TypeError, "prompt .* got torch.float32", {"prompt": torch.zeros(1, 4)}),
+        (ValueError, "prompt must hold tokens from 0 to 255, got 256",
+         {"prompt": torch.tensor([[1, 256]])}),
+        (ValueError, "prompt must hold tokens from 0 to 255, got -1",
+         {"prompt": torch.tensor([[1, -1]])}),
+    ]  # fmt: skip
+    call = lambda how: lambda: gen.generate(model, **{**good, **how})
+    assert_raises(*((error, words, call(how)) for error, words, how in bad))
 
 
 def test_command_line_generates_from_a_saved_model(model, path, capsys):
