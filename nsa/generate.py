@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the best byte")
     parser.add_argument("--top-k", type=int, default=None, help="sample among the k best only")
-    parser.add_argument("--seed", type=seed64, default=0)
+    parser.add_argument("--seed", type=seed64, help="of the samples (default: 0)")
     parser.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of keys and values"
     )
@@ -223,9 +223,19 @@ def main(argv: list[str] | None = None) -> int:
         "--device", type=device_here, default="cuda" if torch.cuda.is_available() else "cpu"
     )
     args = parser.parse_args(argv)
+    samples = {"--top-k": args.top_k, "--seed": args.seed}
+    unread = " and ".join(name for name, value in samples.items() if value is not None)
+    if unread and args.temperature == 0:
+        print(f"no effect of {unread}: --temperature 0 takes the best byte", file=sys.stderr)
+    args.seed = args.seed or 0
     try:
         model = load_checkpoint(args.checkpoint, args.device)
-        text = args.prompt.encode()
+        if model.vocab_size != 256:
+            raise ValueError(
+                f"checkpoint {args.checkpoint} must have a vocab_size of 256, one token per byte, "
+                f"got {model.vocab_size}"
+            )
+        text = os.fsencode(args.prompt)  # the bytes that were typed, be they UTF-8 or not
         prompt = torch.tensor(list(text), dtype=torch.long, device=args.device).view(1, len(text))
         with torch.autocast("cuda", torch.bfloat16, enabled=prompt.is_cuda):
             names = ("temperature", "top_k", "seed", "graph", "kv_cache_dtype")

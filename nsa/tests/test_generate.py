@@ -135,6 +135,37 @@ def test_every_option_reaches_generate(path, monkeypatch):
     assert [call.kwargs for call in spy.call_args_list] == [how]
 
 
+@pytest.mark.parametrize("options, names", [
+    ("--top-k 5", "--top-k"), ("--seed 0", "--seed"), ("--top-k 5 --seed 3", "--top-k and --seed"),
+    ("--top-k 5 --seed 3 --temperature 0.5", None), ("", None),
+])  # fmt: skip
+def test_options_of_samples_are_told_to_mean_nothing_without_a_temperature(
+    options, names, path, capsys
+):
+    argv = [str(path), "--max-new-tokens", "1", "--device", "cpu", *options.split()]
+    assert gen.main(argv) == 0
+    told = f"no effect of {names}: --temperature 0 takes the best byte\n"
+    err = capsys.readouterr().err
+    assert err.startswith(told) if names else "no effect" not in err
+
+
+def test_a_prompt_may_be_any_bytes(path, monkeypatch):
+    spy = mock.Mock(side_effect=gen.generate)
+    monkeypatch.setattr(gen, "generate", spy)
+    options = ["--prompt", "\udcffa\u00e9", "--max-new-tokens", "1", "--device", "cpu"]
+    assert gen.main([str(path), *options]) == 0
+    assert spy.call_args.args[1].tolist() == [list(b"\xffa\xc3\xa9")]
+
+
+@pytest.mark.parametrize("vocab_size", [50, 300])
+def test_a_model_of_other_tokens_than_bytes_is_a_usage_error(vocab_size, path, capsys):
+    gen.save_checkpoint(path, NSALanguageModel(CONFIG, vocab_size, 1))
+    with pytest.raises(SystemExit, match="2"):
+        gen.main([str(path), "--device", "cpu"])
+    words = f"{path} must have a vocab_size of 256, one token per byte, got {vocab_size}"
+    assert words in capsys.readouterr().err
+
+
 FEW = ["--tokens", "2048", "--queries", "2"]
 
 
