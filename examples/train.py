@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save", type=Path, metavar="FILE", help="resumed from where it exists")
     args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
     torch.manual_seed(0)
     if args.save and args.save.exists():
         model = load_checkpoint(args.save, DEVICE).train()

@@ -208,6 +208,18 @@ def check_chosen(
     check_device(name, given, q.device)
 
 
+def check_counts(block_counts: Tensor | int, block_indices: Tensor) -> None:
+    """Raise TypeError or ValueError unless block_counts is an int, or one for each row."""
+    if not isinstance(block_counts, Tensor):
+        return check_int("block_counts", block_counts, 0)
+    check_dtype("block_counts", block_counts, "int32 or int64", torch.int32, torch.int64)
+    if block_counts.shape != block_indices.shape[:-1]:
+        raise ValueError(
+            f"block_counts must be {list(block_indices.shape[:-1])}, as block_indices without its "
+            f"last dimension, got {list(block_counts.shape)}"
+        )
+
+
 def check_block_indices(block_indices: Tensor, block_size: int, keys: int) -> None:
     """Check that no block lies behind the last of so many keys, as those of another block size do.
 

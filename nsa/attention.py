@@ -205,17 +205,7 @@ def _counted(block_indices: Tensor | None, block_counts: Tensor | int) -> Tensor
     """block_indices with -1 behind the first block_counts slots of each row."""
     if not isinstance(block_indices, Tensor):
         raise ValueError("block_counts needs block_indices")
-    if isinstance(block_counts, Tensor):
-        arguments.check_dtype(
-            "block_counts", block_counts, "int32 or int64", torch.int32, torch.int64
-        )
-        if block_counts.shape != block_indices.shape[:-1]:
-            raise ValueError(
-                f"block_counts must be {list(block_indices.shape[:-1])}, as block_indices without "
-                f"its last dimension, got {list(block_counts.shape)}"
-            )
-    else:
-        check_int("block_counts", block_counts, 0)
+    arguments.check_counts(block_counts, block_indices)
     return first_slots(block_indices, block_counts)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nsa.arguments import check_tensor
 from nsa.blocks import is_symbol, num_compressed
 from nsa.checks import is_plain, refuse_export
-from nsa.config import check_compression
+from nsa.config import check_compression, check_int
 from nsa.errors import callers_own
 
 
@@ -70,12 +70,15 @@ class MeanCompression(nn.Module):
 class MLPCompression(nn.Module):
     """phi(x) = W2 silu(W1 [x_0 + p_0, ..., x_{l-1} + p_{l-1}] + b1) + b2, shared by the groups.
 
-    p is the learnable intra-block position encoding [l, D]. [B, S, G, D] -> [B, Nc, G, D].
+    p is the learnable intra-block position encoding [l, D]. [B, S, G, D] -> [B, Nc, G, D]. hidden:
+    the width of silu's layer, None for D. Raises TypeError or ValueError that names a wrong size.
     """
 
     def __init__(self, dim: int, l: int, d: int, hidden: int | None = None) -> None:
         super().__init__()
+        check_int("dim", dim, 1)
         check_compression(l, d)
+        check_int("hidden", hidden, 1, optional=True)
         self.l, self.d = l, d
         self.position = nn.Parameter(torch.empty(l, dim))
         self.reset_parameters()

@@ -11,9 +11,13 @@ that is impossible it decodes without and says why. Exit code: 0, or 2 for a usa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
+import os
 import pickle
+import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -24,11 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.config import NSAConfig
+from nsa.arguments import check_dtype
+from nsa.config import NSAConfig, check_int
 from nsa.decode_graph import GraphUnavailable, StepGraph
 from nsa.fp8 import KVCacheDtype
 from nsa.model import NSALanguageModel
-from nsa.options import Parser, seed64
+from nsa.options import Parser, device_here, seed64
 
 FORMAT = "nsa-lm/1"
 
@@ -38,18 +43,35 @@ def save_checkpoint(
 ) -> None:
     """Write the model's configuration and weights: plain numbers and tensors, no pickled code.
 
-    state: the whole weights of a model that is sharded (default: its own state_dict()).
+    state: the whole weights of a model that is sharded (default: its own state_dict()). A model
+    that torch.compile wraps is saved as the one inside. An earlier file stays whole until the new
+    one is, and for good if that cannot be written.
     """
-    torch.save(
-        {
-            "format": FORMAT,
-            "config": dataclasses.asdict(model.config),
-            "vocab_size": model.vocab_size,
-            "n_layers": model.n_layers,
-            "state": {k: v.detach().cpu() for k, v in (state or model.state_dict()).items()},
-        },
-        path,
-    )
+    weights = (state or model.state_dict()).items()
+    saved = {
+        "format": FORMAT,
+        "config": dataclasses.asdict(model.config),
+        "vocab_size": model.vocab_size,
+        "n_layers": model.n_layers,
+        "state": {k.replace("_orig_mod.", ""): v.detach().cpu() for k, v in weights},
+    }
+    path = Path(path).resolve()  # a link stays one
+    if path.exists() and not path.is_file():  # a pipe or a device cannot be replaced
+        torch.save(saved, path)
+        return
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "xb") as file:  # by its name, torch would write that into the file
+            torch.save(saved, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> NSALanguageModel:
@@ -106,8 +128,8 @@ def pick(
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     if top_k is not None:
-        floor = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < floor, float("-inf"))
+        best = logits.topk(min(top_k, logits.shape[-1]), dim=-1)  # no more than k, though some tie
+        logits = torch.full_like(logits, -math.inf).scatter(-1, best.indices, best.values)
     # Differences to the best logit, in fp64, stay finite at any temperature.
     logits = logits.double() - logits.amax(-1, keepdim=True).double()
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
@@ -129,17 +151,25 @@ def generate(
     temperature 0 is greedy; otherwise logits are divided by it, cut to the top_k best and sampled
     with `seed`, so the same call gives the same text. graph: capture a step once and replay it,
     where it can be captured; the capture counts as neither prefill nor decoding. kv_cache_dtype: as
-    NSACache's, "fp8_e4m3" with descales of 1. Raises ValueError
-    for an empty prompt or a setting out of range.
+    NSACache's, "fp8_e4m3" with descales of 1. Raises TypeError or ValueError that names the
+    argument, also for an empty prompt or a token that the model does not know.
     """
+    check_dtype("prompt", prompt, "an int32 or int64 tensor", torch.int32, torch.int64)
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(f"prompt must be [B, S] with S >= 1, got {list(prompt.shape)}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if prompt.numel():
+        low, high = torch.stack(prompt.aminmax()).tolist()
+        if low < 0 or high >= model.vocab_size:
+            raise ValueError(
+                f"prompt must hold tokens from 0 to {model.vocab_size - 1}, got "
+                f"{low if low < 0 else high}"
+            )
+    check_int("max_new_tokens", max_new_tokens, 1)
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise TypeError(f"temperature must be a number, got {temperature!r}")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be 0 or larger and finite, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1 or None, got {top_k}")
+    check_int("top_k", top_k, 1, optional=True)
 
     def clock() -> float:
         if prompt.is_cuda:
@@ -177,22 +207,6 @@ def generate(
     )
 
 
-def _device(text: str) -> torch.device:
-    """A device that is here, for argparse."""
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not here: torch {torch.__version__} sees {torch.cuda.device_count()} "
-            "CUDA devices"
-        )
-    return device
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="file written by scripts/train_showcase.py --save")
@@ -200,18 +214,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the best byte")
     parser.add_argument("--top-k", type=int, default=None, help="sample among the k best only")
-    parser.add_argument("--seed", type=seed64, default=0)
+    parser.add_argument("--seed", type=seed64, help="of the samples (default: 0)")
     parser.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of keys and values"
     )
     parser.add_argument("--graph", action="store_true", help="replay steps as one CUDA graph")
     parser.add_argument(
-        "--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu"
+        "--device", type=device_here, default="cuda" if torch.cuda.is_available() else "cpu"
     )
     args = parser.parse_args(argv)
+    samples = {"--top-k": args.top_k, "--seed": args.seed}
+    unread = " and ".join(name for name, value in samples.items() if value is not None)
+    if unread and args.temperature == 0:
+        print(f"no effect of {unread}: --temperature 0 takes the best byte", file=sys.stderr)
+    args.seed = args.seed or 0
     try:
         model = load_checkpoint(args.checkpoint, args.device)
-        text = args.prompt.encode()
+        if model.vocab_size != 256:
+            raise ValueError(
+                f"checkpoint {args.checkpoint} must have a vocab_size of 256, one token per byte, "
+                f"got {model.vocab_size}"
+            )
+        text = os.fsencode(args.prompt)  # the bytes that were typed, be they UTF-8 or not
         prompt = torch.tensor(list(text), dtype=torch.long, device=args.device).view(1, len(text))
         with torch.autocast("cuda", torch.bfloat16, enabled=prompt.is_cuda):
             names = ("temperature", "top_k", "seed", "graph", "kv_cache_dtype")

@@ -36,10 +36,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa.arguments import check_counts, check_dtype, check_tensor
 from nsa.config import check_int
 from nsa.select import blocks_to_ranges
 
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 _DIMS = {"BSGn": 4, "BGSn": 4, "TGn": 3, "GTn": 3}
+
+
+def _check_integers(name: str, x: Tensor) -> None:
+    check_dtype(name, x, "a tensor of integers", *_INTEGERS)
 
 
 def permute(block_indices: Tensor, source: str, target: str, batch: int | None = None) -> Tensor:
@@ -51,6 +57,7 @@ def permute(block_indices: Tensor, source: str, target: str, batch: int | None =
     for name, value in (("source", source), ("target", target)):
         if value not in _DIMS:
             raise ValueError(f"{name} must be one of {', '.join(_DIMS)}, got {value!r}")
+    check_tensor("block_indices", block_indices)
     x = block_indices
     if x.ndim != _DIMS[source]:
         raise ValueError(f"block_indices must be {source}, got shape {list(x.shape)}")
@@ -92,11 +99,17 @@ def gates_inside(gates: Tensor, cu_seqlens: Tensor) -> Tensor:
 def _own_block(x: Tensor, block_size: int, cu_seqlens: Tensor | None) -> Tensor:
     """[S or T, 1, 1]: the block that holds each query of x in our layout."""
     check_int("block_size", block_size, 1)
+    _check_integers("block_indices", x)
     if x.ndim != (4 if cu_seqlens is None else 3):
         want = "[B, S, G, n], or packed with cu_seqlens"
         raise ValueError(f"block_indices must be {want}, got shape {list(x.shape)}")
-    if cu_seqlens is not None and int(cu_seqlens[-1]) != x.shape[0]:
-        raise ValueError(f"cu_seqlens must end at T={x.shape[0]}, got {int(cu_seqlens[-1])}")
+    if cu_seqlens is not None:
+        check_dtype("cu_seqlens", cu_seqlens, "an int32 or int64 tensor", torch.int32, torch.int64)
+        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+            raise ValueError(f"cu_seqlens must be [nseq + 1], got shape {list(cu_seqlens.shape)}")
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != x.shape[0] or ends != sorted(ends):
+            raise ValueError(f"cu_seqlens must rise from 0 to T={x.shape[0]}, got {ends}")
     t = token_positions(x.shape, cu_seqlens).to(x.device)
     return (t // block_size)[:, None, None]
 
@@ -131,6 +144,8 @@ def from_fla(
 
     With cu_seqlens they are [1, T, H, S]; ours is then packed [T, G, n].
     """
+    _check_integers("block_indices", block_indices)
+    check_counts(block_counts, block_indices)
     x = first_slots(block_indices, block_counts)
     if cu_seqlens is not None:
         if x.ndim != 4 or x.shape[0] != 1:
@@ -144,6 +159,7 @@ def to_fla(block_indices: Tensor) -> tuple[Tensor, Tensor]:
 
     Slots that do not count hold -1.
     """
+    _check_integers("block_indices", block_indices)
     x = block_indices if block_indices.ndim == 4 else block_indices[None]
     return x.long(), (x >= 0).sum(-1)
 
@@ -156,6 +172,7 @@ def from_topk(
     marked: unused slots hold -1; otherwise the first min(n, own block + 1) slots of a query count
     and the rest may hold anything.
     """
+    _check_integers("topk_idx", topk_idx)
     x = permute(topk_idx, "GTn", "TGn")
     if not marked:
         slot = torch.arange(x.shape[-1], device=x.device)
@@ -187,6 +204,7 @@ def from_ranges(
     A range starts where a block does and ends where one does, or after the query. Raises ValueError
     for other ranges and for more than n blocks. Looks at the values, so it waits for a GPU.
     """
+    _check_integers("ranges", ranges)
     if ranges.ndim < 2 or ranges.shape[-1] != 2:
         raise ValueError(f"ranges must be [.., n, 2] of [start, end), got {list(ranges.shape)}")
     own = _own_block(ranges[..., 0], block_size, cu_seqlens)
@@ -211,6 +229,7 @@ def to_mask(block_indices: Tensor, n_blocks: int) -> Tensor:
 
     Raises ValueError for a block at or beyond n_blocks; looks at the values, so it waits for a GPU.
     """
+    _check_integers("block_indices", block_indices)
     if block_indices.ndim != 4:
         raise ValueError(f"block_indices must be [B, S, G, n], got {list(block_indices.shape)}")
     check_int("n_blocks", n_blocks, 0)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, 
 import torch
 from torch import Tensor
 
-from bench.records import emit, integers, told
+from bench.records import emit, file_target, integers, positive, told
 from nsa import launches
 from nsa.attention import select_blocks, selection_attention
 from nsa.compress import mean_pool
@@ -195,7 +195,7 @@ def by_depth(
     return rows
 
 
-def depth_report(rows: list[dict[str, float]], picture: str | None) -> int:
+def depth_report(rows: list[dict[str, float]], picture: Path | None) -> int:
     """Draw, send and print the rows. Returns the exit code, 1 if a needle was missed."""
     for tokens in dict.fromkeys(r["tokens"] for r in rows):
         mine = [r for r in rows if r["tokens"] == tokens]
@@ -208,39 +208,48 @@ def depth_report(rows: list[dict[str, float]], picture: str | None) -> int:
         from scripts import pictures
 
         title = "Needles whose block was selected"
-        pictures.needle([r for r in rows if r["n"]], Path(picture), title)
-        emit("artifact", {"path": picture})
+        pictures.needle([r for r in rows if r["n"]], picture, title)
+        emit("artifact", {"path": str(picture)})
     return 0 if all(r["found"] == r["n"] for r in rows) else 1
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--tokens", type=int, default=8192)
-    add("--queries", type=int, default=8, help="needles per KV group")
-    add("--n-sel", type=int, default=16)
+    add("--tokens", type=positive, help="default: 8192")
+    add("--queries", type=positive, default=8, help="needles per KV group")
+    add("--n-sel", type=positive, default=16)
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--dtype", default="fp32", choices=["fp32", "fp16", "bf16"])
     add("--backend", choices=["auto", "triton", "reference"], default="auto",
         help="auto follows the NSA_* flags; a named route runs or fails")  # fmt: skip
-    add("--seed", type=seed64, default=0)
+    add("--seed", type=seed64, help="default: 0")
     add("--lengths", type=integers, help="count by depth at these lengths, a,b,c")
-    add("--seeds", type=int, default=5, help="texts per length")
-    add("--picture", metavar="SVG", help="draw what --lengths counted")
+    add("--seeds", type=positive, help="texts per length (default: 5)")
+    add("--picture", type=file_target, metavar="SVG", help="draw what --lengths counted")
     args = parser.parse_args(argv)
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[args.dtype]
-    if args.seeds < 1 or (args.picture and not args.lengths):
-        parser.error("--picture is drawn of --lengths, with --seeds of at least 1")
+    for name in ("tokens", "seed") if args.lengths else ("seeds", "picture"):
+        if getattr(args, name) is not None:
+            how = "with" if args.lengths else "without"
+            parser.error(f"argument --{name}: has no effect {how} --lengths")
+    lengths = args.lengths or [args.tokens or 8192]
+    blocks = min(lengths) // L_SEL
+    if args.n_sel >= blocks:
+        parser.error(
+            f"argument --n-sel: must be below {blocks}, the blocks of {min(lengths)} tokens, got "
+            f"{args.n_sel}"
+        )
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: no CUDA device here")
     try:
         if args.lengths:
             rows = by_depth(
-                args.lengths, args.seeds, args.queries, args.n_sel, args.device, dtype,
+                lengths, args.seeds or 5, args.queries, args.n_sel, args.device, dtype,
                 backend=args.backend,
             )  # fmt: skip
             return depth_report(rows, args.picture)
-        case = make_case(args.tokens, args.queries, args.device, dtype, args.seed)
+        case = make_case(lengths[0], args.queries, args.device, dtype, args.seed or 0)
         with trace() as routes, launches.recording() as launched:
             result = search(case, args.n_sel, all_rows=args.device == "cuda", backend=args.backend)
     except (ValueError, RouteUnavailable) as e:

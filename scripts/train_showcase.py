@@ -43,7 +43,7 @@ from bench.records import (
 from nsa.config import NSAConfig
 from nsa.generate import save_checkpoint
 from nsa.model import NSALanguageModel
-from nsa.options import seed64
+from nsa.options import device_named, is_here, seed64
 from scripts.training import PRESETS, VOCAB, Preset, Run, autocast, load_corpus, train, write_curve
 
 MIN_FALL_NATS = 0.1  # random bytes start at ln 256 = 5.5; twenty steps already fall by more than 1
@@ -234,21 +234,22 @@ def probe_model(
 def main(argv: list[str] | None = None) -> int:
     parser = doc_parser(__doc__)
     add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", type=device_named, default="cuda" if torch.cuda.is_available() else "cpu")
     add("--steps", type=positive, help="default: 200 on CPU, 300 on a GPU")
     add("--seq", type=int, help="tokens per sequence (128 on CPU, 2048 on a GPU)")
     add("--batch", type=positive, help="sequences per step (4 on CPU, 8 on a GPU)")
     add("--lr", type=amount, help="peak learning rate")
     add("--seed", type=seed64, default=0)
-    add("--out", type=folder_target, default=Path("artifacts/showcase"), metavar="DIR")
+    add("--out", type=folder_target, metavar="DIR", help="default: artifacts/showcase")
     add("--csv", type=file_target, metavar="FILE", help="default: DIR/train.csv")
     add("--save", type=file_target, metavar="FILE", help="save the trained model here")
     add("--compile_only", action="store_true", help="one step and the probes, to cache kernels")
     args = parser.parse_args(argv)
-    device = torch.device(args.device)
-    if device.type not in PRESETS:
-        parser.error(f"--device must be cpu or cuda, got {args.device!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    for name in ("steps", "save", "out", "csv"):
+        if args.compile_only and getattr(args, name) is not None:
+            parser.error(f"argument --{name}: has no effect with --compile-only")
+    device = args.device
+    if not is_here(device):
         note("no CUDA device", "warn")
         return 3
     given = {k: v for k in ("steps", "seq", "batch", "lr") if (v := getattr(args, k)) is not None}
@@ -262,7 +263,8 @@ def main(argv: list[str] | None = None) -> int:
         probe_model(made.model, preset, val_text, device)
         return 0
     spent.begin()
-    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out or Path("artifacts/showcase")
+    out.mkdir(parents=True, exist_ok=True)
 
     def progress(done: int, text: str) -> None:
         print(text, flush=True)
@@ -270,8 +272,8 @@ def main(argv: list[str] | None = None) -> int:
 
     with spent.on("training"):
         run = train(preset, train_text, val_text, device, args.seed, progress=progress)
-    curve = args.csv or args.out / "train.csv"
-    for path in write_curve(run.rows, run.grad_norms, curve, args.out / "train.jsonl"):
+    curve = args.csv or out / "train.csv"
+    for path in write_curve(run.rows, run.grad_norms, curve, out / "train.jsonl"):
         emit("artifact", {"path": str(path)})
     if args.save:
         save_checkpoint(args.save, run.model)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -197,6 +198,14 @@ def test_examples_run():
     assert "merged; gradient of q" in example("functions")
     shared = "3 requests of [108, 75, 91] tokens in 12 pages; without sharing 18\n"
     assert example("serve") == shared
+
+
+@pytest.mark.parametrize("steps", ["0", "-3"])
+def test_training_needs_a_step(steps, capsys):
+    train = runpy.run_path(str(ROOT / "examples" / "train.py"))["main"]
+    with pytest.raises(SystemExit, match="2"):
+        train(["--steps", steps])
+    assert f"--steps must be at least 1, got {steps}" in capsys.readouterr().err
 
 
 @pytest.mark.nightly  # test_train.py resumes what it trained

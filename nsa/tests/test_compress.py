@@ -50,12 +50,16 @@ def test_half_precision_mean_accumulates_in_fp32():
 def test_what_cannot_be_compressed_is_named():
     x, cu = torch.randn(2, 9, 2, 4), torch.tensor([0, 9], dtype=torch.int32)
     pool = lambda x, *rest: lambda: mean_pool(x, 8, *rest)
+    phi = lambda *sizes: lambda: MLPCompression(*sizes)
     assert_raises(
         (ValueError, r"x must be \[B, S, G, D\], got shape \[9, 2, 4\]", pool(x[0], 4)),
         (ValueError, r"be \[T, G, D\] with cu_seqlens, got shape \[2, 9, 2, 4\]", pool(x, 4, cu)),
         (TypeError, "x must be a tensor, got list", pool([1.0], 4)),
         (TypeError, "x must be of a floating dtype, got torch.int32", pool(x.int(), 4)),
         (ValueError, "d must divide l, got l=8 d=3$", pool(x, 3)),
+        (ValueError, "dim must be at least 1, got 0", phi(0, 8, 4)),
+        (TypeError, "dim must be an int, got 8.0", phi(8.0, 8, 4)),
+        (ValueError, "hidden must be None or at least 1, got 0", phi(8, 8, 4, 0)),
         (
             ValueError,
             "phi must be 'mlp' or 'mean'.* 'max'",

@@ -2,8 +2,11 @@
 
 import copy
 import dataclasses
+import errno
 import itertools
 import math
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -76,6 +79,8 @@ def test_top_1_is_greedy_and_top_k_stays_among_the_best():
     assert torch.equal(gen.pick(logits, 5.0, 1, g), best)
     drawn = gen.pick(logits, 5.0, 3, g)
     assert (logits.topk(3).indices == drawn).any(-1).all() and not torch.equal(drawn, best)
+    tied = gen.pick(torch.zeros(400, 50), 5.0, 3, g)
+    assert set(tied.flatten().tolist()) == set(torch.zeros(50).topk(3).indices.tolist())
     for temperature in (0.5, 2.0):
         share = (gen.pick(two.expand(4000, 2), temperature, None, g) == 0).float().mean()
         want = two.div(temperature).softmax(-1)[0, 0]
@@ -89,15 +94,25 @@ def test_a_temperature_near_0_takes_the_best(model):
 
 
 def test_bad_settings_are_named(model):
-    call = lambda n=4, **how: (
-        lambda: gen.generate(
-            model, torch.zeros(1, n, dtype=torch.long), **{"max_new_tokens": 1, **how}
-        )
-    )
-    bad = [("max_new_tokens", 0), ("temperature", -1.0), ("temperature", math.nan),
-           ("temperature", math.inf), ("top_k", 0)]  # fmt: skip
-    named = ((ValueError, name, call(**{name: value})) for name, value in bad)
-    assert_raises(*named, (ValueError, "prompt", call(0)))
+    good = {"prompt": torch.zeros(1, 4, dtype=torch.long), "max_new_tokens": 1}
+    bad = [
+        (ValueError, "max_new_tokens must be at least 1, got 0", {"max_new_tokens": 0}),
+        (TypeError, "max_new_tokens must be an int, got 2.0", {"max_new_tokens": 2.0}),
+        *((ValueError, "temperature must be 0 or larger and finite", {"temperature": value})
+          for value in (-1.0, math.nan, math.inf)),
+        (TypeError, "temperature must be a number, got 'a'", {"temperature": "a"}),
+        (ValueError, "top_k must be None or at least 1, got 0", {"top_k": 0}),
+        (TypeError, "top_k must be None or an int, got 2.5", {"top_k": 2.5}),
+        (ValueError, r"prompt must be .* got \[1, 0\]", {"prompt": good["prompt"][:, :0]}),
+        (TypeError, "prompt must be an int32 or int64 tensor, got list", {"prompt": [[1, 2]]}),
+        (TypeError, "prompt .* got torch.float32", {"prompt": torch.zeros(1, 4)}),
+        (ValueError, "prompt must hold tokens from 0 to 255, got 256",
+         {"prompt": torch.tensor([[1, 256]])}),
+        (ValueError, "prompt must hold tokens from 0 to 255, got -1",
+         {"prompt": torch.tensor([[1, -1]])}),
+    ]  # fmt: skip
+    call = lambda how: lambda: gen.generate(model, **{**good, **how})
+    assert_raises(*((error, words, call(how)) for error, words, how in bad))
 
 
 def test_command_line_generates_from_a_saved_model(model, path, capsys):
@@ -120,6 +135,37 @@ def test_every_option_reaches_generate(path, monkeypatch):
     assert [call.kwargs for call in spy.call_args_list] == [how]
 
 
+@pytest.mark.parametrize("options, names", [
+    ("--top-k 5", "--top-k"), ("--seed 0", "--seed"), ("--top-k 5 --seed 3", "--top-k and --seed"),
+    ("--top-k 5 --seed 3 --temperature 0.5", None), ("", None),
+])  # fmt: skip
+def test_options_of_samples_are_told_to_mean_nothing_without_a_temperature(
+    options, names, path, capsys
+):
+    argv = [str(path), "--max-new-tokens", "1", "--device", "cpu", *options.split()]
+    assert gen.main(argv) == 0
+    told = f"no effect of {names}: --temperature 0 takes the best byte\n"
+    err = capsys.readouterr().err
+    assert err.startswith(told) if names else "no effect" not in err
+
+
+def test_a_prompt_may_be_any_bytes(path, monkeypatch):
+    spy = mock.Mock(side_effect=gen.generate)
+    monkeypatch.setattr(gen, "generate", spy)
+    options = ["--prompt", "\udcffa\u00e9", "--max-new-tokens", "1", "--device", "cpu"]
+    assert gen.main([str(path), *options]) == 0
+    assert spy.call_args.args[1].tolist() == [list(b"\xffa\xc3\xa9")]
+
+
+@pytest.mark.parametrize("vocab_size", [50, 300])
+def test_a_model_of_other_tokens_than_bytes_is_a_usage_error(vocab_size, path, capsys):
+    gen.save_checkpoint(path, NSALanguageModel(CONFIG, vocab_size, 1))
+    with pytest.raises(SystemExit, match="2"):
+        gen.main([str(path), "--device", "cpu"])
+    words = f"{path} must have a vocab_size of 256, one token per byte, got {vocab_size}"
+    assert words in capsys.readouterr().err
+
+
 FEW = ["--tokens", "2048", "--queries", "2"]
 
 
@@ -130,7 +176,7 @@ FEW = ["--tokens", "2048", "--queries", "2"]
     (gen.main, ["m.pt", "--device", "meta"], "got 'meta'"),
     (needle.main, [*FEW, "--backend", "triton"], "triton"),
     (needle.main, [*FEW, "--device", "cuda"], "no CUDA device"),
-    (needle.main, [*FEW, "--backend", "triton", "--lengths", "2048", "--seeds", "1"], "triton"),
+    (needle.main, ["--backend", "triton", "--lengths", "2048", "--seeds", "1"], "triton"),
 ])  # fmt: skip
 def test_what_is_not_here_is_a_usage_error(main, argv, words, monkeypatch, capsys):
     """Told in its last line."""
@@ -182,6 +228,41 @@ def test_a_checkpoint_keeps_its_dtype_and_says_what_it_lacks(model, path):
             gen.load_checkpoint(path)
     with pytest.raises(FileNotFoundError):
         gen.load_checkpoint(path.with_name("none"))
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(model, path, monkeypatch):
+    before = path.read_bytes()
+
+    def full(saved, file):
+        with open(file, "wb") if isinstance(file, (str, Path)) else file as out:
+            out.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        gen.save_checkpoint(path, model)
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+def test_a_checkpoint_takes_the_place_of_what_is_there(model, path, monkeypatch):
+    """The same bytes and permissions; a link goes on to be one, and no device becomes a file."""
+    before, link = path.read_bytes(), path.with_name("link.pt")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    gen.save_checkpoint(link, model)
+    assert link.is_symlink() and path.read_bytes() == before
+    assert path.stat().st_mode & 0o777 == 0o640
+    monkeypatch.setattr(os, "replace", pytest.fail)
+    gen.save_checkpoint("/dev/null", model)
+
+
+def test_a_compiled_model_is_saved_as_the_one_inside(model, path):
+    whole, parts = torch.compile(model, backend="eager"), copy.deepcopy(model)
+    parts.blocks[0] = torch.compile(parts.blocks[0], backend="eager")
+    for compiled in (whole, parts):
+        gen.save_checkpoint(path, compiled)
+        again = gen.load_checkpoint(path).state_dict()
+        assert all(torch.equal(again[name], x) for name, x in model.state_dict().items())
 
 
 def test_a_model_can_be_trained_on_what_was_generated(model):

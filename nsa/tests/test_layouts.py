@@ -107,13 +107,36 @@ def test_what_cannot_be_converted_is_refused():
 
     wide = lambda n: lambda: layouts.to_mask(torch.tensor([0, 3, -1]).expand(1, 40, 1, 3), n)
     clean = lambda size: lambda: layouts.clean(blocks, size)
+    floats = torch.zeros(1, 8, 1, 2)
+    packs = lambda cu: lambda: layouts.clean(x[0], SIZE, cu)
+    fla = lambda counts: lambda: layouts.from_fla(x, counts, SIZE)
     assert_raises(
         (ValueError, "source must be one of .* got 'BnSG'", lambda: permute(x, "BnSG", "TGn")),
         (ValueError, "block_indices must be GTn, got shape", lambda: permute(x, "GTn", "TGn")),
         (ValueError, "batch must divide T=90, got 4",
          lambda: permute(x.flatten(0, 1), "TGn", "BSGn", batch=4)),
-        (ValueError, "cu_seqlens must end at T=45, got 44",
-         lambda: layouts.clean(x[0], SIZE, torch.tensor([0, 44], dtype=torch.int32))),
+        *((ValueError, rf"cu_seqlens must rise from 0 to T=45, got \[{ends[0]}, ",
+           packs(torch.tensor(ends))) for ends in ([0, 44], [0, 30, 20, 45], [1, 45])),
+        (ValueError, r"cu_seqlens must be \[nseq \+ 1\], got shape \[1\]", packs(CU[-1:])),
+        (TypeError, "cu_seqlens must be an int32 or int64 tensor, got list", packs([0, 45])),
+        (TypeError, "cu_seqlens must be an int32 .* got torch.float32", packs(CU.float())),
+        *((TypeError, f"{name} must be a tensor of integers, got torch.float32", call)
+          for name, call in (
+              ("block_indices", lambda: layouts.clean(floats, 8)),
+              ("block_indices", lambda: layouts.from_fla(floats, 2, 8)),
+              ("block_indices", lambda: layouts.to_fla(floats)),
+              ("block_indices", lambda: layouts.to_ranges(floats, 8)),
+              ("block_indices", lambda: layouts.to_mask(floats, 2)),
+              ("topk_idx", lambda: layouts.from_topk(floats[0], 8, torch.tensor([0, 1]))),
+              ("ranges", lambda: layouts.from_ranges(floats[..., None, :], 8, 2)))),
+        (TypeError, "block_indices must be a tensor of integers, got list",
+         lambda: layouts.clean([[0]], 8)),
+        (TypeError, "block_indices must be a tensor, got list",
+         lambda: layouts.permute([[0]], "TGn", "GTn")),
+        (ValueError, r"block_counts must be \[2, 45, 2\], .*, got \[2, 2, 45\]",
+         fla(torch.ones(B, G, S, dtype=torch.int32))),
+        (ValueError, "block_counts must be at least 0, got -1", fla(-1)),
+        (TypeError, "block_counts must be an int, got 2.0", fla(2.0)),
         (ValueError, "n must be at least 2", lambda: layouts.from_mask(mask, 1)),
         (ValueError, r"whole blocks of 8 tokens .* \[3, 8\] at \[0, 30, 0, 0\]", ranges(3, 8)),
         # A whole block, but beyond the query.

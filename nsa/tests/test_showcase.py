@@ -196,11 +196,22 @@ def test_command_line_fails_when_the_model_sees_the_future(command, monkeypatch)
 def test_command_line_refuses_what_it_cannot_run(command, monkeypatch, capsys):
     for option, value in (
         ("--steps", "0"), ("--batch", "0"), ("--seq", "8"), ("--seq", "100000"), ("--lr", "0"),
+        ("--device", "foo"), ("--device", "meta"),
     ):  # fmt: skip
         with pytest.raises(SystemExit, match="2"):
             command("--device", "cpu", option, value)
         assert option in capsys.readouterr().err
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, rows, _ = command("--device", "cuda")
-    assert code == 3
-    assert rows == [{"kind": "note", "level": "warn", "text": "no CUDA device"}]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for device in ("cuda:1", "cuda"):
+        code, rows, _ = command("--device", device)
+        assert code == 3
+        assert rows == [{"kind": "note", "level": "warn", "text": "no CUDA device"}]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.parametrize("option", ["--steps 3", "--save m.pt", "--out .", "--csv x.csv"])
+def test_warming_kernels_writes_nothing_and_says_so(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        ts.main(["--device", "cpu", "--compile-only", *option.split()])
+    words = f"argument {option.split()[0]}: has no effect with --compile-only"
+    assert words in capsys.readouterr().err

@@ -300,5 +300,20 @@ def test_needles_are_counted_by_depth_and_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert needle.main(["--lengths", "2048", "--seeds", "1", "--picture", str(picture)]) == 0
     assert "100%" in picture.read_text() and "2,048" in picture.read_text()
-    with pytest.raises(SystemExit):
-        needle.main(["--picture", "x.svg"])
+
+
+@pytest.mark.parametrize("argv, words", [
+    ("--queries 0", "--queries: must be a whole number above 0, got '0'"),
+    ("--queries -3", "--queries: must be a whole number above 0, got '-3'"),
+    ("--n-sel 1000", "--n-sel: must be below 128, the blocks of 8192 tokens, got 1000"),
+    ("--n-sel 32 --lengths 4096,2048", "--n-sel: must be below 32, the blocks of 2048 tokens, got"),
+    ("--lengths 2048 --picture /", "--picture: wants a file that can be written, got '/'"),
+    ("--picture x.svg", "--picture: has no effect without --lengths"),
+    ("--seeds 3", "--seeds: has no effect without --lengths"),
+    ("--lengths 2048 --tokens 4096", "--tokens: has no effect with --lengths"),
+    ("--lengths 2048 --seed 0", "--seed: has no effect with --lengths"),
+])  # fmt: skip
+def test_usage_errors_of_needles_name_the_option(argv, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        needle.main(argv.split())
+    assert words in capsys.readouterr().err
