@@ -231,6 +231,19 @@ _all = lambda f: _bad(**dict.fromkeys(NAMES, f))
 _pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
 _short = lambda t: t[:, :-1]
 _EVERYWHERE = ("length", "stride", "group")
+_TURNED = NSAConfig(d_v=8, rope_base=500.0, **LAYER)
+
+
+def _layer_bad(change: Callable[[NSAAttention, torch.Tensor], torch.Tensor | None]) -> Any:
+    """Change the layer, or give other tokens."""
+
+    def apply(layer: NSAAttention, x: torch.Tensor) -> tuple[NSAAttention, torch.Tensor]:
+        other = change(layer, x)
+        return layer, x if other is None else other
+
+    return apply
+
+
 # What is wrong on the last rank, or on all; what every rank but the last says, and the last.
 BAD: dict[str, tuple[Any, str, str]] = {
     "length": (_bad(q=_short, gates=_short), *("must have q's B and S / W",) * 2),
@@ -243,6 +256,9 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "sizes": (_bad(window=8), "ranks must agree on the sizes", "differs from rank 0"),
     "no-backend": (_bad(backend="trton"), "refused its arguments", "got 'trton'"),
     "backend": (_bad(backend="sdpa"), "softmax_scale, backend and grad mode", "backend sdpa"),
+    "device": (_all(lambda t: t.to("meta")), "ranks must agree on q: rank", "on meta"),
+    "no-flags": (_bad(flags=3), "refused its arguments", "flags must be an nsa.Flags, got int"),
+    "flags": (_bad(flags=Flags(force_parity=True)), "agree on flags: rank", "force_parity=True"),
     "scale": (_bad(softmax_scale=0.5), "sizes, softmax_scale", "softmax_scale 0.5, backend ref"),
     "grad-mode": (_bad(), "backend and grad mode: rank", "differs from rank 0"),
     "phi-raises": (_bad(phi_k=lambda t: {}["phi"]), "refused its compression", "'phi'"),
@@ -253,22 +269,29 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "unshard": (_all(lambda t: t[:, :8]), "agree on x's shape", "[1, 8, 4, 8], rank 0 [1, 16, 4"),
     "unshard-odd": (_all(_short), "refused its x", "two chunks along dim 1, got shape [1, 15, 4"),
     "unshard-dtype": (_all(torch.Tensor.int), "on x's shape, dtype", "here torch.int32"),
-    "layer-length": (lambda layer, x: _short(x), "refused its arguments", "be a multiple of"),
-    "layer-dim": (lambda layer, x: x[..., :15], "refused its arguments",
+    "unshard-device": (_all(lambda t: t.to("meta")), "on x's shape, dtype", "float32 on meta"),
+    "layer-length": (_layer_bad(lambda _, x: _short(x)), "refused its arguments",
+                     "be a multiple of"),
+    "layer-dim": (_layer_bad(lambda _, x: x[..., :15]), "refused its arguments",
                   "x must be [B, S, dim] with dim=16, got [1, 16, 15]"),
-    "layer-projection": (lambda layer, x: setattr(layer.qkv, "forward", {}.__getitem__) or x,
+    "layer-projection": (_layer_bad(lambda layer, _: setattr(layer.qkv, "forward", {}.__getitem__)),
                          "refused its arguments", "tensor("),
+    "layer-config": (_layer_bad(lambda layer, _: setattr(layer, "config", _TURNED)),
+                     "ranks must agree on config: rank", "rope_base=500.0"),
+    "layer-kind": (lambda _, x: (torch.nn.Linear(4, 4), x), "refused its arguments",
+                   "layer must be an nsa.NSAAttention, got Linear"),
 }  # fmt: skip
 
 
 def _run_bad(kind: str, rank: int, world: int) -> str:
     """One rank, or all, pass something wrong. The text of this rank's error."""
-    change = BAD[kind][0] if rank == world - 1 or kind in _EVERYWHERE else lambda _, same: same
+    change = BAD[kind][0] if rank == world - 1 or kind in _EVERYWHERE else lambda *same: same
     x, how, wrong = _shards(world), {}, rank == world - 1
     try:
         if kind.startswith("layer"):
             layer, tokens = NSAAttention(NSAConfig(d_v=8, **LAYER)), torch.zeros(1, 16, 16)
-            parallel.nsa_layer_parallel(layer, change(layer, tokens))
+            parallel.nsa_layer_parallel(*change(layer, tokens))
+            return "no error"
         change(x, how)
         if kind.startswith("unshard"):
             parallel.unshard(x["q"])
@@ -770,6 +793,16 @@ def test_compiled_attention_waits_for_its_keys_too():
         run = lambda: _over_ranks(x)
         with torch.no_grad():
             torch.testing.assert_close(torch.compile(run, backend="eager")(), run())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_compiled_layer_is_a_layer():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer, x = NSAAttention(CONFIG), torch.zeros(1, 16, 16)
+        got, want = (parallel.nsa_layer_parallel(f, x) for f in (torch.compile(layer), layer))
+        torch.testing.assert_close(got, want)
     finally:
         dist.destroy_process_group()
 
