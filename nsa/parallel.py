@@ -77,9 +77,20 @@ def positions(S: int, group: Group = None, device: torch.device | str | None = N
     return torch.cat([chunk + c * j for j in chunks_of(group.rank(), group.size())])
 
 
+def _check_dim(x: Tensor, dim: int) -> None:
+    """Raise TypeError or ValueError unless x is a tensor with dimension `dim`."""
+    check_tensor("x", x)
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be a dimension of x, of shape {list(x.shape)}, got {dim!r}")
+
+
 def shard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
-    """This rank's two chunks of x, whose dimension `dim` is the whole sequence. Differentiable."""
+    """This rank's two chunks of x, whose dimension `dim` is the whole sequence. Differentiable.
+
+    Raises TypeError or ValueError that names the argument.
+    """
     group = resolve_group(group)
+    _check_dim(x, dim)
     c = chunk_length(x.shape[dim], group.size())
     return torch.cat([x.narrow(dim, c * j, c) for j in chunks_of(group.rank(), group.size())], dim)
 
@@ -94,7 +105,7 @@ def unshard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
     world = group.size()
 
     def describe() -> list[int]:
-        check_tensor("x", x)
+        _check_dim(x, dim)
         if x.shape[dim] % 2 or x.ndim > _MAX_NDIM:
             raise ValueError(f"x must hold two chunks along dim {dim}, got shape {list(x.shape)}")
         kind = zlib.crc32(f"{x.dtype} {x.device.type}".encode())
@@ -258,10 +269,13 @@ def _parallel(
             follow = torch.stack([heads[:, j + 1] for j in mine], 1)
             got = phi(torch.cat([exchange.halves(x)[0], follow], 2).flatten(0, 1))
             want = [2 * q.shape[0], c // d, k_sel.shape[2], width]
-            if list(got.shape) != want or got.dtype != q.dtype:
+            if not isinstance(got, Tensor):
+                raise TypeError(f"{name} must give a tensor, got {type(got).__name__}")
+            if (list(got.shape), got.dtype, got.device) != (want, q.dtype, q.device):
                 raise ValueError(
-                    f"{name} must give {want} in {q.dtype} for {2 * q.shape[0]} chunks of "
-                    f"{c + l - d} tokens, got {list(got.shape)} in {got.dtype}"
+                    f"{name} must give {want} in {q.dtype} on {q.device} for {2 * q.shape[0]} "
+                    f"chunks of {c + l - d} tokens, got {list(got.shape)} in {got.dtype} on "
+                    f"{got.device}"
                 )
             compressed.append(got.unflatten(0, (-1, 2)).flatten(1, 2))
         return [int(x.requires_grad) for x in compressed]

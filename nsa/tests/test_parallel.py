@@ -178,6 +178,20 @@ def _settings(rank: int, world: int) -> None:
 
 
 @job
+def _wrong_shards(rank: int, world: int) -> None:
+    x = torch.zeros(2, 4 * world)
+    words = "dim must be a dimension of x, of shape"
+    assert_raises(
+        (TypeError, "x must be a tensor, got list", lambda: parallel.shard([1])),
+        (TypeError, "x must be a tensor, got list", lambda: parallel.unshard([1])),
+        (ValueError, f"{words} .*, got 9", lambda: parallel.shard(x, dim=9)),
+        (ValueError, f"{words} .*, got -3", lambda: parallel.unshard(x, dim=-3)),
+        (ValueError, f"{words} .*, got None", lambda: parallel.shard(x, dim=None)),
+    )
+    assert torch.equal(parallel.unshard(parallel.shard(x, dim=-1), dim=-1), x)
+
+
+@job
 def _overlap(rank: int, world: int) -> None:
     """Selection's keys arrive after the window was attended and before the blocks are; an exchange
     that fails then is the call's error, whatever routes are left, and no result."""
@@ -262,12 +276,18 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "scale": (_bad(softmax_scale=0.5), "sizes, softmax_scale", "softmax_scale 0.5, backend ref"),
     "grad-mode": (_bad(), "backend and grad mode: rank", "differs from rank 0"),
     "phi-raises": (_bad(phi_k=lambda t: {}["phi"]), "refused its compression", "'phi'"),
+    "phi-none": (_bad(phi_v=lambda t: None), "refused its compression",
+                 "phi_v must give a tensor, got NoneType"),
+    "phi-device": (_bad(phi_k=lambda t: _pool(t).to("meta")), "refused its compression",
+                   "in torch.float32 on meta"),
     "phi-rows": (_bad(phi_k=lambda t: _pool(t)[:, 1:]), "refused its compression",
-                 "phi_k must give [2, 2, 2, 8] in torch.float32 for 2"),
+                 "phi_k must give [2, 2, 2, 8] in torch.float32 on cpu for 2"),
     "phi-grad": (_bad(phi_k=lambda t: _pool(t).requires_grad_()),
                  *("whether phi_k and phi_v have gradients",) * 2),
     "unshard": (_all(lambda t: t[:, :8]), "agree on x's shape", "[1, 8, 4, 8], rank 0 [1, 16, 4"),
     "unshard-odd": (_all(_short), "refused its x", "two chunks along dim 1, got shape [1, 15, 4"),
+    "unshard-scalar": (_all(torch.Tensor.sum), "refused its x",
+                       "dim must be a dimension of x, of shape [], got 1"),
     "unshard-dtype": (_all(torch.Tensor.int), "on x's shape, dtype", "here torch.int32"),
     "unshard-device": (_all(lambda t: t.to("meta")), "on x's shape, dtype", "float32 on meta"),
     "layer-length": (_layer_bad(lambda _, x: _short(x)), "refused its arguments",
