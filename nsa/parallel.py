@@ -359,9 +359,9 @@ def nsa_layer_parallel(
             raise TypeError(f"layer must be an nsa.NSAAttention, got {type(layer).__name__}")
         layer._check(x, 3)
         if cache is not None:
-            layer._check_cache(cache)
             if not isinstance(cache, ParallelNSACache) or cache.group is not group:
                 raise ValueError(f"cache must be a ParallelNSACache of this group, got {cache!r}")
+            layer._check_cache(cache)
             if cache.length:
                 raise ValueError(f"cache must be empty, it holds {cache.length} tokens")
         q, kv = layer._project(x, positions(x.shape[1] * group.size(), group, x.device))

@@ -33,7 +33,7 @@ from nsa.config import NSAConfig
 from nsa.decode_graph import StepGraph
 from nsa.errors import ExchangeFailed
 from nsa.flags import Flags
-from nsa.module import NSAAttention
+from nsa.module import NSAAttention, NSABlock
 from nsa.parallel_cache import ParallelNSACache, merge
 from nsa.tests.conftest import _poisoned, quicken_interpreter
 from nsa.tests.helpers import TRITON, Watch, assert_raises
@@ -491,39 +491,64 @@ def _no_waiting(rank: int, world: int) -> None:
 
 
 # What every rank but the last says, and the last; what is wrong on the last rank, or on all.
+_WIDER = dataclasses.replace(CONFIG, window=10)
+_LEARNT = dataclasses.replace(CONFIG, phi="mlp")
+_DIFFER = "ranks must agree on step: rank"
 _STEPS_EVERYWHERE = ("window", "group")
 BAD_STEPS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "batch": ("ranks must agree on batch: rank", "here 2", {"batch": 2}),
     "max_len": ("ranks must agree on max_len: rank", "here 65", {"max_len": 65}),
     "config": ("ranks must agree on config: rank", "window=10",
-               {"config": dataclasses.replace(CONFIG, window=10)}),
+               {"config": _WIDER}),
     "dtype": ("ranks must agree on dtype: rank", "here torch.float16", {"dtype": F16}),
     "no-batch": ("refused its cache", "batch must be at least 1, got 0", {"batch": 0}),
-    "tokens": ("ranks must agree on step: rank", "'T': 2", {"T": 2}),
+    "tokens": (_DIFFER, "'T': 2", {"T": 2}),
     "lengths": ("ranks must agree on lengths: rank", "here [4]", {"prompt": 4}),
-    "scale": ("ranks must agree on step: rank", "'softmax_scale': 0.5", {"scale": 0.5}),
+    "device": ("ranks must agree on device type: rank", "here meta", {"device": "meta"}),
+    "scale": (_DIFFER, "'softmax_scale': 0.5", {"decode": {"softmax_scale": 0.5}}),
+    "backend": (_DIFFER, "'backend': 'triton'", {"decode": {"backend": "triton"}}),
+    "flags": (_DIFFER, "'flags': 3", {"decode": {"flags": 3}}),
     "q": ("refused its step", "q must be [1, 0, 4, 8], got [1, 4, 8]", {"q": lambda q: q[:, 0]}),
     "q-dtype": ("refused its step", "have the cache's torch.float32, got torch.float64",
                 {"q": torch.Tensor.double}),
     "window": (*("must be given for more than max_step=8 tokens",) * 2, {"prompt": 9, "T": 9}),
     "group": (*("group must be a ProcessGroup or DeviceMesh, got str",) * 2, {"group": "all"}),
-    "layer": ("refused its step", "be [B, S, dim] with dim=16, got [1, 1, 15]", {"dim": 15}),
+    "layer": ("refused its step", "be [B, S, dim] with dim=16, got [1, 1, 15]",
+              {"layer": lambda layer, x, cache: layer.step(x[..., :15], cache)}),
+    "layer-dtype": (_DIFFER, "'dtype': torch.float64",
+                    {"layer": lambda layer, x, cache: layer.double().step(x.double(), cache)}),
+    "layer-sizes": ("refused its step", "cache must be of a layer with window=10",
+                    {"layer": lambda _, x, cache: NSAAttention(_WIDER).step(x, cache)}),
+    "layer-prefill": ("refused its step", "cache must be of a layer with window=10",
+                      {"layer": lambda _, x, cache: NSAAttention(_WIDER).prefill(x, cache)}),
+    "layer-block": ("refused its step", "cache must be of a layer with window=10",
+                    {"layer": lambda _, x, cache: NSABlock(_WIDER).step(x, cache)}),
+    "layer-phi": (_DIFFER, "phi='mlp'",
+                  {"layer": lambda _, x, cache: NSAAttention(_LEARNT).step(x, cache)}),
+    "layer-backend": (_DIFFER, "'backend': 'triton'", {"layer": lambda _, x, cache:
+                      NSAAttention(CONFIG, backend="triton").step(x, cache)}),
+    "layer-autocast": ("ranks must agree on autocast: rank", "here torch.bfloat16",
+                       {"layer": torch.autocast("cpu", BF16)(NSAAttention.step)}),
+    "layer-filled": ("refused its step", "be empty for prefill, it holds 3 tokens",
+                     {"layer": lambda layer, x, cache: _append(cache, _tokens(1, 3, F32), 0, 3)
+                      or layer.prefill(x, cache)}),
 }  # fmt: skip
 
 
 def _run_bad_step(kind: str, rank: int, world: int) -> str:
     """One rank, or all, pass something wrong. The text of this rank's error."""
     wrong = rank == world - 1 or kind in _STEPS_EVERYWHERE
-    how = dict(config=CONFIG, batch=1, max_len=64, T=1, prompt=3, dim=16, q=lambda q: q, scale=None)
-    how |= BAD_STEPS[kind][2] if wrong else {}
-    T, prompt, dim, of_q, scale = (how.pop(n) for n in ("T", "prompt", "dim", "q", "scale"))
+    how = dict(config=CONFIG, batch=1, max_len=64, T=1, prompt=3, q=lambda q: q, decode={})
+    how |= {"layer": NSAAttention.step, **(BAD_STEPS[kind][2] if wrong else {})}
+    T, prompt, of_q, decode, run = (how.pop(n) for n in ("T", "prompt", "q", "decode", "layer"))
     x = _tokens(1, 30, F32)
     try:
         cache = ParallelNSACache(**how)
-        if kind == "layer":
-            NSAAttention(CONFIG).step(torch.zeros(1, 1, dim), cache)
+        if kind.startswith("layer"):
+            run(NSAAttention(CONFIG), torch.zeros(1, 1, CONFIG.dim), cache)
+            return "no error"
         _append(cache, x, 0, prompt)
-        nsa_decode(of_q(x["q"][:, :T]), cache, None, x["gates"][:, :T], softmax_scale=scale)
+        nsa_decode(of_q(x["q"][:, :T]), cache, None, x["gates"][:, :T], **decode)
     except (ValueError, TypeError) as error:
         return str(error)
     return "no error"
