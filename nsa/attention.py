@@ -654,7 +654,8 @@ def nsa_decode(
         arguments.check_beside("gates", gates, q, (*q.shape[:-1], 3))
         if T > min(cache.lengths):
             raise ValueError(f"q must be of tokens in the cache: T={T}, lengths {cache.lengths}")
-        return {"T": T, "softmax_scale": scale_of(softmax_scale, c.d_k)}
+        scale = scale_of(softmax_scale, c.d_k)
+        return {"T": T, "softmax_scale": scale, "backend": backend, "flags": flags}
 
     cache.agree(check)
     return decode_appended(

@@ -31,6 +31,12 @@ from nsa.untraced import untraced
 FUSED_GATES = 64  # tokens of a step; of more the gates are worth a product of matrices
 
 
+def _check_kind(cache: Any) -> None:
+    """Raise TypeError unless it is an NSACache."""
+    if not isinstance(cache, NSACache):
+        raise TypeError(f"cache must be an NSACache, got {type(cache).__name__}")
+
+
 class GateMLP(nn.Module):
     """Gates in (0, 1) per head and branch from the token: x [.., dim] -> [.., HQ, 3], in x's dtype.
 
@@ -174,11 +180,7 @@ class NSAAttention(nn.Module):
         )  # fmt: skip
 
     def _check_cache(self, cache: NSACache) -> None:
-        """Raise unless the cache was made for sizes like this layer's."""
-        if not isinstance(cache, NSACache):
-            raise TypeError(f"cache must be an NSACache, got {type(cache).__name__}")
-        if cache.config is self.config:
-            return
+        """Raise ValueError unless the cache was made for sizes like this layer's."""
         for name, ours in vars(self.config).items():
             theirs = getattr(cache.config, name)
             if ours != theirs and name not in ("dim", "phi"):
@@ -186,14 +188,21 @@ class NSAAttention(nn.Module):
                     f"cache must be of a layer with {name}={ours} as this one, got {name}={theirs}"
                 )
 
+    @untraced  # as step()
     def prefill(self, x: Tensor, cache: NSACache) -> Tensor:
         """Attend within x [B, S, dim] and fill the empty cache with it; without gradients.
 
         Raises ValueError when the cache holds tokens, and as step() does.
         """
-        self._check_cache(cache)
-        if cache.length:
-            raise ValueError(f"cache must be empty for prefill, it holds {cache.length} tokens")
+        _check_kind(cache)
+
+        def check() -> dict[str, Any]:
+            self._check_cache(cache)
+            if cache.length:
+                raise ValueError(f"cache must be empty for prefill, it holds {cache.length} tokens")
+            return {}
+
+        cache.agree(check)
         return self.step(x, cache)
 
     # Lengths, which the cache keeps in Python, would be compiled in: anew for every token.
@@ -207,10 +216,13 @@ class NSAAttention(nn.Module):
         when the cache is of a layer with other sizes. A step that raises leaves the cache as it
         was.
         """
-        refuse_tokens()
-        self._check_cache(cache)
+        _check_kind(cache)
 
+        # Outside of it an error on one rank of a ParallelNSACache would leave the others waiting.
         def check() -> dict[str, Any]:
+            refuse_tokens()
+            if cache.config is not self.config:
+                self._check_cache(cache)
             self._check(x, 3)
             if x.shape[0] != cache.batch:
                 raise ValueError(
@@ -218,7 +230,10 @@ class NSAAttention(nn.Module):
                 )
             if x.device != cache.lens.device:
                 raise ValueError(f"x must be on the cache's {cache.lens.device}, got {x.device}")
-            return {"T": x.shape[1]}
+            return {
+                "T": x.shape[1], "dtype": x.dtype, "backend": self.backend, "flags": self.flags,
+                "config": self.config,
+            }  # fmt: skip
 
         cache.agree(check)
         if x.shape[1] == 0:
@@ -309,7 +324,7 @@ class NSABlock(nn.Module):
     def prefill(self, x: Tensor, cache: NSACache) -> Tensor:
         """forward() of x [B, S, dim] that fills the empty cache, without gradients. ValueError as
         NSAAttention's."""
-        self.attention._check_cache(cache)
+        _check_kind(cache)
         with cache.kept_if_raised(x):
             return self._finish(x, self.attention.prefill(self.attention_norm(x), cache))
 
@@ -317,6 +332,6 @@ class NSABlock(nn.Module):
     def step(self, x: Tensor, cache: NSACache) -> Tensor:
         """forward() of the T newest tokens x [B, T, dim], without gradients. ValueError as
         NSAAttention.step's."""
-        self.attention._check_cache(cache)
+        _check_kind(cache)
         with cache.kept_if_raised(x):
             return self._finish(x, self.attention.step(self.attention_norm(x), cache))

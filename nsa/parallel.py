@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from nsa.blocks import num_compressed
 from nsa.cache import BranchKV
 from nsa.checks import scale_of
 from nsa.config import check_sizes
+from nsa.device import resolve_flags
 from nsa.dispatch import Backend, parse_backend
 from nsa.exchange import Group, resolve_group
 from nsa.flags import Flags
@@ -76,9 +77,20 @@ def positions(S: int, group: Group = None, device: torch.device | str | None = N
     return torch.cat([chunk + c * j for j in chunks_of(group.rank(), group.size())])
 
 
+def _check_dim(x: Tensor, dim: int) -> None:
+    """Raise TypeError or ValueError unless x is a tensor with dimension `dim`."""
+    check_tensor("x", x)
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be a dimension of x, of shape {list(x.shape)}, got {dim!r}")
+
+
 def shard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
-    """This rank's two chunks of x, whose dimension `dim` is the whole sequence. Differentiable."""
+    """This rank's two chunks of x, whose dimension `dim` is the whole sequence. Differentiable.
+
+    Raises TypeError or ValueError that names the argument.
+    """
     group = resolve_group(group)
+    _check_dim(x, dim)
     c = chunk_length(x.shape[dim], group.size())
     return torch.cat([x.narrow(dim, c * j, c) for j in chunks_of(group.rank(), group.size())], dim)
 
@@ -87,16 +99,16 @@ def shard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
 def unshard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
     """The whole of a tensor that shard() cut, on every rank. No gradient.
 
-    Ranks compare shape and dtype first: what differs is a ValueError on each of them.
+    Ranks compare shape, dtype and device type first: what differs is a ValueError on each of them.
     """
     group = resolve_group(group)
     world = group.size()
 
     def describe() -> list[int]:
-        check_tensor("x", x)
+        _check_dim(x, dim)
         if x.shape[dim] % 2 or x.ndim > _MAX_NDIM:
             raise ValueError(f"x must hold two chunks along dim {dim}, got shape {list(x.shape)}")
-        kind = zlib.crc32(str(x.dtype).encode())
+        kind = zlib.crc32(f"{x.dtype} {x.device.type}".encode())
         return [dim % x.ndim, kind, *x.shape, *[-1] * (_MAX_NDIM - x.ndim)]
 
     every = exchange.agree(describe, 2 + _MAX_NDIM, group, "x")
@@ -104,8 +116,8 @@ def unshard(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
         if row != every[0]:
             shape = lambda r: [n for n in every[r][2:] if n >= 0]
             raise ValueError(
-                f"ranks must agree on x's shape, dtype and dim: rank {rank} has {shape(rank)}, "
-                f"rank 0 {shape(0)}, here {x.dtype} and dim {dim}"
+                f"ranks must agree on x's shape, dtype, device type and dim: rank {rank} has "
+                f"{shape(rank)}, rank 0 {shape(0)}, here {x.dtype} on {x.device.type} and dim {dim}"
             )
     parts = x.movedim(dim, 0).unflatten(0, (2, -1)).contiguous()
     whole = exchange.finish(exchange.all_gather(parts, group, "x"))
@@ -141,29 +153,45 @@ def _check_local(tensors: tuple[Tensor, ...], sizes: dict[str, int], world: int)
         )
 
 
-def _agree_on_arguments(
-    make: Callable[[], tuple[Tensor, ...]], sizes: dict[str, int], scale: float | None,
-    backend: Backend | None, group: dist.ProcessGroup, more: dict[str, str],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """make(), checked on this rank and equal in kind on all of them, as are the words of `more`."""
-    made: list[tuple[Tensor, ...]] = []
+class _Call(NamedTuple):
+    """A rank's call of nsa_attention_parallel. sizes, softmax_scale, backend, flags:
+    nsa_attention's; config, cache: words for what a layer was given, on which ranks must agree."""
+
+    tensors: tuple[Tensor, ...]
+    phi_k: Compression
+    phi_v: Compression
+    sizes: dict[str, int]
+    softmax_scale: float | None
+    backend: Backend | None
+    flags: Flags | None
+    config: str = "none"
+    cache: str = "none"
+
+
+def _agree_on_arguments(make: Callable[[], _Call], group: dist.ProcessGroup) -> _Call:
+    """make(), checked on this rank and equal in kind on all of them."""
+    made: list[_Call] = []
     rest = "the sizes, softmax_scale, backend and grad mode"
 
     def describe() -> dict[str, str]:
         made.append(make())
-        _check_local(made[0], sizes, group.size())
-        route, grad = parse_backend(backend), torch.is_grad_enabled()
+        call = made[0]
+        _check_local(call.tensors, call.sizes, group.size())
+        q = call.tensors[0]
+        resolve_flags(call.flags, q)
+        route, grad = parse_backend(call.backend), torch.is_grad_enabled()
         kinds = {
-            name: f"{list(x.shape)} {x.dtype} requires_grad={x.requires_grad}"
-            for name, x in zip(_NAMES, made[0], strict=True)
+            name: f"{list(x.shape)} {x.dtype} on {x.device.type} requires_grad={x.requires_grad}"
+            for name, x in zip(_NAMES, call.tensors, strict=True)
         }
         kinds[rest] = (
-            f"sizes {sizes}, softmax_scale {scale_of(scale, made[0][0].shape[-1])}, "
+            f"sizes {call.sizes}, softmax_scale {scale_of(call.softmax_scale, q.shape[-1])}, "
             f"backend {route and route.value}, grad mode {grad}"
         )
-        return kinds | more
+        return kinds | dict(flags=repr(call.flags), config=call.config, cache=call.cache)
 
-    exchange.agree_on(describe, [*_NAMES, rest, *more], group, "arguments")
+    names = [*_NAMES, rest, "flags", "config", "cache"]
+    exchange.agree_on(describe, names, group, "arguments")
     return made[0]
 
 
@@ -200,26 +228,20 @@ def nsa_attention_parallel(
     (TORCH_NCCL_ASYNC_ERROR_HANDLING).
     """
     sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local, window=window)
-    return _parallel(
-        lambda: (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates), phi_k, phi_v, group, sizes,
-        dict(softmax_scale=softmax_scale, backend=backend, flags=flags), return_aux, check,
-    )  # fmt: skip
+    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    call = _Call(tensors, phi_k, phi_v, sizes, softmax_scale, backend, flags)
+    return _parallel(lambda: call, resolve_group(group), return_aux, check)
 
 
 def _parallel(
-    make: Callable[[], tuple[Tensor, ...]], phi_k: Compression, phi_v: Compression, group: Group,
-    sizes: dict[str, int], how: dict[str, Any], return_aux: bool, check: bool, **more: str,
-) -> Tensor | tuple[Tensor, dict[str, Any]]:  # fmt: skip
-    """nsa_attention_parallel of the tensors that make() gives; sizes, how: nsa_attention's; more:
-    what else ranks must agree on, by name and in words."""
-    group = resolve_group(group)
+    make: Callable[[], _Call], group: dist.ProcessGroup, return_aux: bool, check: bool
+) -> Tensor | tuple[Tensor, dict[str, Any]]:
+    """nsa_attention_parallel of the call that make() gives; what make() raises is an error on every
+    rank, with `check`."""
     world, rank = group.size(), group.rank()
-    if check:
-        scale, backend = how["softmax_scale"], how["backend"]
-        tensors = _agree_on_arguments(make, sizes, scale, backend, group, more)
-    else:
-        tensors = make()
-    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = tensors
+    call = _agree_on_arguments(make, group) if check else make()
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = call.tensors
+    sizes = call.sizes
     l, d, window = sizes["l"], sizes["d"], sizes["window"]
     c = q.shape[1] // 2
     tail = min(window - 1, c)
@@ -239,18 +261,21 @@ def _parallel(
 
     def compress() -> list[int]:
         for name, x, heads, phi, width in (
-            ("phi_k", k_cmp, heads_k, phi_k, q.shape[-1]),
-            ("phi_v", v_cmp, heads_v, phi_v, v_sel.shape[-1]),
+            ("phi_k", k_cmp, heads_k, call.phi_k, q.shape[-1]),
+            ("phi_v", v_cmp, heads_v, call.phi_v, v_sel.shape[-1]),
         ):
             # What would follow the last chunk is zeros: blocks that reach there are cut off below.
             heads = torch.cat([heads, heads.new_zeros(heads[:, :1].shape)], 1)
             follow = torch.stack([heads[:, j + 1] for j in mine], 1)
             got = phi(torch.cat([exchange.halves(x)[0], follow], 2).flatten(0, 1))
             want = [2 * q.shape[0], c // d, k_sel.shape[2], width]
-            if list(got.shape) != want or got.dtype != q.dtype:
+            if not isinstance(got, Tensor):
+                raise TypeError(f"{name} must give a tensor, got {type(got).__name__}")
+            if (list(got.shape), got.dtype, got.device) != (want, q.dtype, q.device):
                 raise ValueError(
-                    f"{name} must give {want} in {q.dtype} for {2 * q.shape[0]} chunks of "
-                    f"{c + l - d} tokens, got {list(got.shape)} in {got.dtype}"
+                    f"{name} must give {want} in {q.dtype} on {q.device} for {2 * q.shape[0]} "
+                    f"chunks of {c + l - d} tokens, got {list(got.shape)} in {got.dtype} on "
+                    f"{got.device}"
                 )
             compressed.append(got.unflatten(0, (-1, 2)).flatten(1, 2))
         return [int(x.requires_grad) for x in compressed]
@@ -270,6 +295,7 @@ def _parallel(
         if q.shape[0] > 1:  # the start of several sequences is a copy: they must be there for it
             exchange.land(landings)
         near = (tails_k, k_win), (tails_v, v_win)
+        how = dict(softmax_scale=call.softmax_scale, backend=call.backend, flags=call.flags)
         return _attend(q, (k_all, v_all), (k_far, v_far), near, gates, mine, sizes, how, return_aux)
 
 
@@ -327,23 +353,26 @@ def nsa_layer_parallel(
     group = resolve_group(group)
     new: list[BranchKV] = []
 
-    def project() -> tuple[Tensor, ...]:
+    def project() -> _Call:
+        # That of torch.compile passes on to the layer inside of it.
+        if not isinstance(getattr(layer, "_orig_mod", layer), NSAAttention):
+            raise TypeError(f"layer must be an nsa.NSAAttention, got {type(layer).__name__}")
         layer._check(x, 3)
         if cache is not None:
-            layer._check_cache(cache)
             if not isinstance(cache, ParallelNSACache) or cache.group is not group:
                 raise ValueError(f"cache must be a ParallelNSACache of this group, got {cache!r}")
+            layer._check_cache(cache)
             if cache.length:
                 raise ValueError(f"cache must be empty, it holds {cache.length} tokens")
         q, kv = layer._project(x, positions(x.shape[1] * group.size(), group, x.device))
         new.append(kv)
-        branches = (kv.k_cmp, kv.v_cmp, kv.k_sel, kv.v_sel, kv.k_win, kv.v_win)
-        return (q, *branches, layer.gate(x))
+        return _Call(
+            (q, kv.k_cmp, kv.v_cmp, kv.k_sel, kv.v_sel, kv.k_win, kv.v_win, layer.gate(x)),
+            layer.phi_k, layer.phi_v, layer.config.sizes(), None, layer.backend, layer.flags,
+            config=repr(layer.config), cache="none" if cache is None else "given",
+        )  # fmt: skip
 
-    how = dict(softmax_scale=None, backend=layer.backend, flags=layer.flags)
-    sizes = layer.config.sizes()
-    given = "none" if cache is None else "given"
-    out = _parallel(project, layer.phi_k, layer.phi_v, group, sizes, how, False, check, cache=given)
+    out = _parallel(project, group, False, check)
     assert isinstance(out, Tensor)
     out = out.flatten(-2)
     if cache is None:

@@ -40,7 +40,7 @@ from nsa import dispatch, exchange, select
 from nsa.attention import gated_sum, selection_attention, sliding_attention
 from nsa.blocks import num_sel_blocks, visible_compressed
 from nsa.cache import NSACache
-from nsa.checks import scale_of
+from nsa.checks import autocast_on, scale_of
 from nsa.config import NSAConfig
 from nsa.dispatch import Backend, Branch, Route
 from nsa.exchange import Group, resolve_group
@@ -63,11 +63,12 @@ class ParallelNSACache(NSACache):
     and holds no FP8.
     append() takes whole tokens; nsa.parallel.nsa_layer_parallel(cache=) those of shards.
 
-    check: ranks compare sizes and lengths before each step, so that an error on one is an error
-    (ValueError or TypeError) on each. It waits for the device unless the group has a backend for
-    the CPU ("cpu:gloo,cuda:nccl"): set it to False once shapes are settled. A captured step does
-    not compare. Without it, and where a rank dies, the others meet that in their next exchange:
-    ExchangeFailed on gloo; on NCCL the watchdog ends their processes after the group's timeout.
+    check: ranks compare sizes, lengths, dtypes, autocast, backend, flags and a layer's config
+    before each step, so that an error on one is an error (ValueError or TypeError) on each. It
+    waits for the device unless the group has a backend for the CPU ("cpu:gloo,cuda:nccl"): set it
+    to False once shapes are settled. A captured step does not compare. Without it, and where a rank
+    dies, the others meet that in their next exchange: ExchangeFailed on gloo; on NCCL the watchdog
+    ends their processes after the group's timeout.
     """
 
     parallel = True
@@ -91,9 +92,10 @@ class ParallelNSACache(NSACache):
 
         def describe() -> dict[str, Any]:
             NSACache.__init__(self, config, batch, max_len, **how)
-            return {name: getattr(self, name) for name in _SETTINGS}
+            mine = {name: getattr(self, name) for name in _SETTINGS}
+            return {**mine, "device type": self.device.type}
 
-        exchange.agree_on(describe, _SETTINGS, self.group, "cache")
+        exchange.agree_on(describe, (*_SETTINGS, "device type"), self.group, "cache")
 
     def _empty(self, batch: int, max_len: int) -> NSACache:
         how = dict(max_step=self.max_step, growable=self.growable, check=self.check, **self._like)
@@ -133,13 +135,19 @@ class ParallelNSACache(NSACache):
 
     def agree(self, describe: Any) -> None:
         """Raise what describe() raises, which checks a step's arguments and tells their sizes; with
-        `check` ValueError on every rank unless all ranks' sizes and lengths are equal."""
+        `check` ValueError on every rank unless all ranks' sizes, lengths and autocast are equal."""
         if not self.check or self.k_sel.is_cuda and torch.cuda.is_current_stream_capturing():
             describe()
             return
         names = ("batch", "lengths", "max_len")
-        step = lambda: {"step": describe(), **{name: getattr(self, name) for name in names}}
-        exchange.agree_on(step, ("step", *names), self.group, "step")
+
+        def step() -> dict[str, Any]:
+            mine = {name: getattr(self, name) for name in names}
+            on = autocast_on(self.device)
+            autocast = torch.get_autocast_dtype(self.device.type) if on else None
+            return {"step": describe(), "autocast": autocast, **mine}
+
+        exchange.agree_on(step, ("step", "autocast", *names), self.group, "step")
 
     def attend(
         self,

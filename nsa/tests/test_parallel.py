@@ -33,7 +33,7 @@ from nsa.config import NSAConfig
 from nsa.decode_graph import StepGraph
 from nsa.errors import ExchangeFailed
 from nsa.flags import Flags
-from nsa.module import NSAAttention
+from nsa.module import NSAAttention, NSABlock
 from nsa.parallel_cache import ParallelNSACache, merge
 from nsa.tests.conftest import _poisoned, quicken_interpreter
 from nsa.tests.helpers import TRITON, Watch, assert_raises
@@ -178,6 +178,20 @@ def _settings(rank: int, world: int) -> None:
 
 
 @job
+def _wrong_shards(rank: int, world: int) -> None:
+    x = torch.zeros(2, 4 * world)
+    words = "dim must be a dimension of x, of shape"
+    assert_raises(
+        (TypeError, "x must be a tensor, got list", lambda: parallel.shard([1])),
+        (TypeError, "x must be a tensor, got list", lambda: parallel.unshard([1])),
+        (ValueError, f"{words} .*, got 9", lambda: parallel.shard(x, dim=9)),
+        (ValueError, f"{words} .*, got -3", lambda: parallel.unshard(x, dim=-3)),
+        (ValueError, f"{words} .*, got None", lambda: parallel.shard(x, dim=None)),
+    )
+    assert torch.equal(parallel.unshard(parallel.shard(x, dim=-1), dim=-1), x)
+
+
+@job
 def _overlap(rank: int, world: int) -> None:
     """Selection's keys arrive after the window was attended and before the blocks are; an exchange
     that fails then is the call's error, whatever routes are left, and no result."""
@@ -231,6 +245,19 @@ _all = lambda f: _bad(**dict.fromkeys(NAMES, f))
 _pool = lambda t: mean_pool(t, SIZES["l"], SIZES["d"])
 _short = lambda t: t[:, :-1]
 _EVERYWHERE = ("length", "stride", "group")
+_TURNED = NSAConfig(d_v=8, rope_base=500.0, **LAYER)
+
+
+def _layer_bad(change: Callable[[NSAAttention, torch.Tensor], torch.Tensor | None]) -> Any:
+    """Change the layer, or give other tokens."""
+
+    def apply(layer: NSAAttention, x: torch.Tensor) -> tuple[NSAAttention, torch.Tensor]:
+        other = change(layer, x)
+        return layer, x if other is None else other
+
+    return apply
+
+
 # What is wrong on the last rank, or on all; what every rank but the last says, and the last.
 BAD: dict[str, tuple[Any, str, str]] = {
     "length": (_bad(q=_short, gates=_short), *("must have q's B and S / W",) * 2),
@@ -243,32 +270,48 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "sizes": (_bad(window=8), "ranks must agree on the sizes", "differs from rank 0"),
     "no-backend": (_bad(backend="trton"), "refused its arguments", "got 'trton'"),
     "backend": (_bad(backend="sdpa"), "softmax_scale, backend and grad mode", "backend sdpa"),
+    "device": (_all(lambda t: t.to("meta")), "ranks must agree on q: rank", "on meta"),
+    "no-flags": (_bad(flags=3), "refused its arguments", "flags must be an nsa.Flags, got int"),
+    "flags": (_bad(flags=Flags(force_parity=True)), "agree on flags: rank", "force_parity=True"),
     "scale": (_bad(softmax_scale=0.5), "sizes, softmax_scale", "softmax_scale 0.5, backend ref"),
     "grad-mode": (_bad(), "backend and grad mode: rank", "differs from rank 0"),
     "phi-raises": (_bad(phi_k=lambda t: {}["phi"]), "refused its compression", "'phi'"),
+    "phi-none": (_bad(phi_v=lambda t: None), "refused its compression",
+                 "phi_v must give a tensor, got NoneType"),
+    "phi-device": (_bad(phi_k=lambda t: _pool(t).to("meta")), "refused its compression",
+                   "in torch.float32 on meta"),
     "phi-rows": (_bad(phi_k=lambda t: _pool(t)[:, 1:]), "refused its compression",
-                 "phi_k must give [2, 2, 2, 8] in torch.float32 for 2"),
+                 "phi_k must give [2, 2, 2, 8] in torch.float32 on cpu for 2"),
     "phi-grad": (_bad(phi_k=lambda t: _pool(t).requires_grad_()),
                  *("whether phi_k and phi_v have gradients",) * 2),
     "unshard": (_all(lambda t: t[:, :8]), "agree on x's shape", "[1, 8, 4, 8], rank 0 [1, 16, 4"),
     "unshard-odd": (_all(_short), "refused its x", "two chunks along dim 1, got shape [1, 15, 4"),
+    "unshard-scalar": (_all(torch.Tensor.sum), "refused its x",
+                       "dim must be a dimension of x, of shape [], got 1"),
     "unshard-dtype": (_all(torch.Tensor.int), "on x's shape, dtype", "here torch.int32"),
-    "layer-length": (lambda layer, x: _short(x), "refused its arguments", "be a multiple of"),
-    "layer-dim": (lambda layer, x: x[..., :15], "refused its arguments",
+    "unshard-device": (_all(lambda t: t.to("meta")), "on x's shape, dtype", "float32 on meta"),
+    "layer-length": (_layer_bad(lambda _, x: _short(x)), "refused its arguments",
+                     "be a multiple of"),
+    "layer-dim": (_layer_bad(lambda _, x: x[..., :15]), "refused its arguments",
                   "x must be [B, S, dim] with dim=16, got [1, 16, 15]"),
-    "layer-projection": (lambda layer, x: setattr(layer.qkv, "forward", {}.__getitem__) or x,
+    "layer-projection": (_layer_bad(lambda layer, _: setattr(layer.qkv, "forward", {}.__getitem__)),
                          "refused its arguments", "tensor("),
+    "layer-config": (_layer_bad(lambda layer, _: setattr(layer, "config", _TURNED)),
+                     "ranks must agree on config: rank", "rope_base=500.0"),
+    "layer-kind": (lambda _, x: (torch.nn.Linear(4, 4), x), "refused its arguments",
+                   "layer must be an nsa.NSAAttention, got Linear"),
 }  # fmt: skip
 
 
 def _run_bad(kind: str, rank: int, world: int) -> str:
     """One rank, or all, pass something wrong. The text of this rank's error."""
-    change = BAD[kind][0] if rank == world - 1 or kind in _EVERYWHERE else lambda _, same: same
+    change = BAD[kind][0] if rank == world - 1 or kind in _EVERYWHERE else lambda *same: same
     x, how, wrong = _shards(world), {}, rank == world - 1
     try:
         if kind.startswith("layer"):
             layer, tokens = NSAAttention(NSAConfig(d_v=8, **LAYER)), torch.zeros(1, 16, 16)
-            parallel.nsa_layer_parallel(layer, change(layer, tokens))
+            parallel.nsa_layer_parallel(*change(layer, tokens))
+            return "no error"
         change(x, how)
         if kind.startswith("unshard"):
             parallel.unshard(x["q"])
@@ -448,39 +491,64 @@ def _no_waiting(rank: int, world: int) -> None:
 
 
 # What every rank but the last says, and the last; what is wrong on the last rank, or on all.
+_WIDER = dataclasses.replace(CONFIG, window=10)
+_LEARNT = dataclasses.replace(CONFIG, phi="mlp")
+_DIFFER = "ranks must agree on step: rank"
 _STEPS_EVERYWHERE = ("window", "group")
 BAD_STEPS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "batch": ("ranks must agree on batch: rank", "here 2", {"batch": 2}),
     "max_len": ("ranks must agree on max_len: rank", "here 65", {"max_len": 65}),
     "config": ("ranks must agree on config: rank", "window=10",
-               {"config": dataclasses.replace(CONFIG, window=10)}),
+               {"config": _WIDER}),
     "dtype": ("ranks must agree on dtype: rank", "here torch.float16", {"dtype": F16}),
     "no-batch": ("refused its cache", "batch must be at least 1, got 0", {"batch": 0}),
-    "tokens": ("ranks must agree on step: rank", "'T': 2", {"T": 2}),
+    "tokens": (_DIFFER, "'T': 2", {"T": 2}),
     "lengths": ("ranks must agree on lengths: rank", "here [4]", {"prompt": 4}),
-    "scale": ("ranks must agree on step: rank", "'softmax_scale': 0.5", {"scale": 0.5}),
+    "device": ("ranks must agree on device type: rank", "here meta", {"device": "meta"}),
+    "scale": (_DIFFER, "'softmax_scale': 0.5", {"decode": {"softmax_scale": 0.5}}),
+    "backend": (_DIFFER, "'backend': 'triton'", {"decode": {"backend": "triton"}}),
+    "flags": (_DIFFER, "'flags': 3", {"decode": {"flags": 3}}),
     "q": ("refused its step", "q must be [1, 0, 4, 8], got [1, 4, 8]", {"q": lambda q: q[:, 0]}),
     "q-dtype": ("refused its step", "have the cache's torch.float32, got torch.float64",
                 {"q": torch.Tensor.double}),
     "window": (*("must be given for more than max_step=8 tokens",) * 2, {"prompt": 9, "T": 9}),
     "group": (*("group must be a ProcessGroup or DeviceMesh, got str",) * 2, {"group": "all"}),
-    "layer": ("refused its step", "be [B, S, dim] with dim=16, got [1, 1, 15]", {"dim": 15}),
+    "layer": ("refused its step", "be [B, S, dim] with dim=16, got [1, 1, 15]",
+              {"layer": lambda layer, x, cache: layer.step(x[..., :15], cache)}),
+    "layer-dtype": (_DIFFER, "'dtype': torch.float64",
+                    {"layer": lambda layer, x, cache: layer.double().step(x.double(), cache)}),
+    "layer-sizes": ("refused its step", "cache must be of a layer with window=10",
+                    {"layer": lambda _, x, cache: NSAAttention(_WIDER).step(x, cache)}),
+    "layer-prefill": ("refused its step", "cache must be of a layer with window=10",
+                      {"layer": lambda _, x, cache: NSAAttention(_WIDER).prefill(x, cache)}),
+    "layer-block": ("refused its step", "cache must be of a layer with window=10",
+                    {"layer": lambda _, x, cache: NSABlock(_WIDER).step(x, cache)}),
+    "layer-phi": (_DIFFER, "phi='mlp'",
+                  {"layer": lambda _, x, cache: NSAAttention(_LEARNT).step(x, cache)}),
+    "layer-backend": (_DIFFER, "'backend': 'triton'", {"layer": lambda _, x, cache:
+                      NSAAttention(CONFIG, backend="triton").step(x, cache)}),
+    "layer-autocast": ("ranks must agree on autocast: rank", "here torch.bfloat16",
+                       {"layer": torch.autocast("cpu", BF16)(NSAAttention.step)}),
+    "layer-filled": ("refused its step", "be empty for prefill, it holds 3 tokens",
+                     {"layer": lambda layer, x, cache: _append(cache, _tokens(1, 3, F32), 0, 3)
+                      or layer.prefill(x, cache)}),
 }  # fmt: skip
 
 
 def _run_bad_step(kind: str, rank: int, world: int) -> str:
     """One rank, or all, pass something wrong. The text of this rank's error."""
     wrong = rank == world - 1 or kind in _STEPS_EVERYWHERE
-    how = dict(config=CONFIG, batch=1, max_len=64, T=1, prompt=3, dim=16, q=lambda q: q, scale=None)
-    how |= BAD_STEPS[kind][2] if wrong else {}
-    T, prompt, dim, of_q, scale = (how.pop(n) for n in ("T", "prompt", "dim", "q", "scale"))
+    how = dict(config=CONFIG, batch=1, max_len=64, T=1, prompt=3, q=lambda q: q, decode={})
+    how |= {"layer": NSAAttention.step, **(BAD_STEPS[kind][2] if wrong else {})}
+    T, prompt, of_q, decode, run = (how.pop(n) for n in ("T", "prompt", "q", "decode", "layer"))
     x = _tokens(1, 30, F32)
     try:
         cache = ParallelNSACache(**how)
-        if kind == "layer":
-            NSAAttention(CONFIG).step(torch.zeros(1, 1, dim), cache)
+        if kind.startswith("layer"):
+            run(NSAAttention(CONFIG), torch.zeros(1, 1, CONFIG.dim), cache)
+            return "no error"
         _append(cache, x, 0, prompt)
-        nsa_decode(of_q(x["q"][:, :T]), cache, None, x["gates"][:, :T], softmax_scale=scale)
+        nsa_decode(of_q(x["q"][:, :T]), cache, None, x["gates"][:, :T], **decode)
     except (ValueError, TypeError) as error:
         return str(error)
     return "no error"
@@ -770,6 +838,16 @@ def test_compiled_attention_waits_for_its_keys_too():
         run = lambda: _over_ranks(x)
         with torch.no_grad():
             torch.testing.assert_close(torch.compile(run, backend="eager")(), run())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_compiled_layer_is_a_layer():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer, x = NSAAttention(CONFIG), torch.zeros(1, 16, 16)
+        got, want = (parallel.nsa_layer_parallel(f, x) for f in (torch.compile(layer), layer))
+        torch.testing.assert_close(got, want)
     finally:
         dist.destroy_process_group()
 
