@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa import dispatch, exchange, select
+from nsa import dispatch, exchange, fp8, select
 from nsa.attention import gated_sum, selection_attention, sliding_attention
 from nsa.blocks import num_sel_blocks, visible_compressed
 from nsa.cache import NSACache
@@ -45,11 +45,13 @@ from nsa.config import NSAConfig
 from nsa.dispatch import Backend, Branch, Route
 from nsa.exchange import Group, resolve_group
 from nsa.flags import Flags
+from nsa.fp8 import KVCacheDtype
 
 Window = tuple[Tensor, Tensor] | None  # keys and values, None where the cache has them
 _MOST_PROBABILITIES = 1 << 26  # of all ranks that are exchanged at a time: 256 MiB
 
-_SETTINGS = ("config", "batch", "max_len", "max_step", "dtype", "growable")
+_ALIKE = ("max_step", "growable", "kv_cache_dtype")
+_SETTINGS = ("config", "batch", "max_len", "dtype", *_ALIKE)
 
 
 class ParallelNSACache(NSACache):
@@ -59,8 +61,8 @@ class ParallelNSACache(NSACache):
     A rank's k_sel, v_sel [B, rows + 1, G, D] hold l_sel tokens of every W-th block, its k_cmp and
     v_cmp the compressed tokens that begin there; the last row takes what other ranks keep. Window,
     raw keys and lens are those of NSACache. group: a ProcessGroup, a 1-D DeviceMesh, or None for
-    all ranks. The other arguments and what is kept are as for NSACache, but that it counts no reads
-    and holds no FP8.
+    all ranks. The other arguments and what is kept are as for NSACache, but that it counts no
+    reads. FP8 halves the memory, not the time: numbers are made of it before they are attended.
     append() takes whole tokens; nsa.parallel.nsa_layer_parallel(cache=) those of shards.
 
     check: ranks compare sizes, lengths, dtypes, autocast, backend, flags and a layer's config
@@ -85,10 +87,16 @@ class ParallelNSACache(NSACache):
         max_step: int = 8,
         growable: bool = False,
         check: bool = True,
+        kv_cache_dtype: KVCacheDtype = "auto",
+        k_descale: float | Tensor | None = None,
+        v_descale: float | Tensor | None = None,
     ) -> None:
         self.group = resolve_group(group)
         self.world, self.rank, self.check = self.group.size(), self.group.rank(), check
-        how: dict[str, Any] = dict(device=device, dtype=dtype, max_step=max_step, growable=growable)
+        how: dict[str, Any] = dict(
+            device=device, dtype=dtype, max_step=max_step, growable=growable,
+            kv_cache_dtype=kv_cache_dtype, k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
 
         def describe() -> dict[str, Any]:
             NSACache.__init__(self, config, batch, max_len, **how)
@@ -98,7 +106,8 @@ class ParallelNSACache(NSACache):
         exchange.agree_on(describe, (*_SETTINGS, "device type"), self.group, "cache")
 
     def _empty(self, batch: int, max_len: int) -> NSACache:
-        how = dict(max_step=self.max_step, growable=self.growable, check=self.check, **self._like)
+        how: dict[str, Any] = dict(device=self._like["device"], dtype=self.dtype)
+        how |= {name: getattr(self, name) for name in (*_ALIKE, "check")}
         return ParallelNSACache(self.config, batch, max_len, group=self.group, **how)
 
     def _per_block(self, kind: str) -> int:
@@ -123,7 +132,7 @@ class ParallelNSACache(NSACache):
         at = self._places(name[2:], torch.arange(first, first + x.shape[1], device=x.device))
         buffer = getattr(self, name)
         kept = (at < buffer.shape[1] - 1).nonzero()[:, 0]
-        buffer[:, at[kept]] = self._stored(name, x[:, kept])
+        fp8.as_bytes(buffer)[:, at[kept]] = fp8.as_bytes(self._stored(name, x[:, kept]))
 
     def compressed(self) -> tuple[Tensor, Tensor]:
         """Raises NotImplementedError: no rank has all compressed tokens."""
@@ -190,23 +199,55 @@ class ParallelNSACache(NSACache):
             "spans", lens, first, q.shape[1], c, rank, self.world, self.k_win.shape[1]
         )
         with_lse = dict(how, return_lse=True)
-        cmp, lse = selection_attention(q, self.k_cmp, self.v_cmp, ranges=cmp_spans, **with_lse)
+        k_cmp, v_cmp = self._numbers("cmp", rows)
+        cmp, lse = selection_attention(q, k_cmp, v_cmp, ranges=cmp_spans, **with_lse)
         normalisers = exchange.all_gather(lse[None], group, "normalisers")
         if window is None:
-            win = selection_attention(q, self.k_win, self.v_win, ranges=win_spans, **how)
+            win = selection_attention(q, *self._numbers("win"), ranges=win_spans, **how)
         else:
             win = sliding_attention(q, *window, window=c.window, **how)
         lses = exchange.finish(normalisers)
-        p = by("probabilities", q, self.k_cmp, lses, cmp_spans, rows, how["softmax_scale"])
+        p = by("probabilities", q, k_cmp, lses, cmp_spans, rows, how["softmax_scale"])
         every = exchange.finish(exchange.all_gather(p[None], group, "probabilities"))
         chosen, sel_spans = by("choose", every, lens, first, c, rank)
-        sel, lse_sel = selection_attention(q, self.k_sel, self.v_sel, ranges=sel_spans, **with_lse)
+        sel, lse_sel = self._selected(q, sel_spans, with_lse)
         parts = lse.new_empty(1, 2, *cmp.shape[:-1], c.d_v + 1)
         for part, out, of in ((parts[0, 0], cmp, lse), (parts[0, 1], sel, lse_sel)):
             part[..., :-1] = out
             part[..., -1] = of
         parts = exchange.finish(exchange.all_gather(parts, group, "outputs"))
         return by("merge", parts, win, gates), chosen
+
+    def _numbers(self, kind: str, rows: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of a branch as attention takes them. Of FP8 they are made anew in every
+        step, which only compressed ones, a sixteenth of all, and the window can afford."""
+        if self.k_descale is None:
+            return getattr(self, f"k_{kind}"), getattr(self, f"v_{kind}")
+        read = lambda name: self._read(name, getattr(self, name)[:, :rows])
+        return read(f"k_{kind}"), read(f"v_{kind}")
+
+    def _selected(self, q: Tensor, spans: Tensor, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Attention to the rows of k_sel and v_sel in spans [B, T, G, n_sel, 2], and its lse. Of
+        FP8 each query's own rows become numbers, as if it were a sequence."""
+        if self.k_descale is None:
+            return selection_attention(q, self.k_sel, self.v_sel, ranges=spans, **how)
+        B, T, G, n, _ = spans.shape
+        size = self.config.l_sel
+        first, end = spans.long().unbind(-1)
+        rows = (first[..., None] + torch.arange(size, device=q.device)).flatten(3)  # [B, T, G, N]
+        rows = rows.clamp(max=self.k_sel.shape[1] - 1).transpose(2, 3).flatten(1, 2)  # [B, T*N, G]
+        batch = torch.arange(B, device=q.device)[:, None, None]
+        group = torch.arange(G, device=q.device)
+
+        def own(name: str) -> Tensor:
+            stored = fp8.as_bytes(getattr(self, name))[batch, rows, group].view(fp8.E4M3)
+            return self._read(name, stored).unflatten(1, (T, n * size)).flatten(0, 1)
+
+        begin = torch.arange(n, device=q.device) * size
+        ranges = torch.stack([begin.expand_as(first), begin + end - first], -1).int()
+        alone = q.flatten(0, 1)[:, None], own("k_sel"), own("v_sel")
+        out, lse = selection_attention(*alone, ranges=ranges.flatten(0, 1)[:, None], **how)
+        return out.view(B, T, *out.shape[2:]), lse.view(B, T, -1)
 
     def _by(self, q: Tensor, backend: Backend | None, flags: Flags, name: str, *args: Any) -> Any:
         """Function `name` of this module, or the kernel of that name where kernels serve q."""

@@ -356,7 +356,9 @@ STEPS: dict[str, tuple[int, int, list[int], torch.dtype, dict[str, int]]] = {
     "one-head-a-group": (1, 50, [1] * 5, F64, {"groups": 4}),
     "forced": (1, 90, [1] * 5, F64, {"n_init": 0, "n_local": 1, "n_sel": 1}),
     "fp32": (1, 90, [1] * 5, F32, {}), "bf16": (1, 90, [1] * 5, BF16, {}),
+    "fp8": (2, 90, [1, 3, 1, 8, 1], F32, {}), "fp8-from-nothing": (1, 0, [1] * 40, F32, {}),
 }  # fmt: skip
+FP8 = {"kv_cache_dtype": "fp8_e4m3", "k_descale": 2.0**-6, "v_descale": 0.3}
 
 
 def _run_steps(name: str) -> None:
@@ -366,7 +368,8 @@ def _run_steps(name: str) -> None:
     S = prompt + sum(steps)
     x, scale = _tokens(B, S, dtype, config), 0.7 if name == "after-a-prompt" else None
     how = dict(backend="reference", softmax_scale=scale)
-    ours, alone = (kind(config, B, S, dtype=dtype) for kind in (ParallelNSACache, NSACache))
+    kept = {"dtype": dtype, **(FP8 if name.startswith("fp8") else {})}
+    ours, alone = (kind(config, B, S, **kept) for kind in (ParallelNSACache, NSACache))
     for cache in (ours, alone) if prompt else ():
         _append(cache, x, 0, prompt)
     ends = [*itertools.accumulate(steps, initial=prompt)]
