@@ -79,6 +79,44 @@ def transformable(fn: Fn) -> Fn:
     return call  # type: ignore[return-value]
 
 
+def once(backward: Callable) -> Callable:
+    """A backward of kernels, whose results have no gradient: to ask for one is an error.
+
+    PyTorch's once_differentiable cuts them off the inputs, too, and torch.func then takes second
+    derivatives for zeros.
+    """
+
+    @functools.wraps(backward)
+    def first(ctx: Any, *grads: Tensor | None) -> Any:
+        with torch.no_grad():
+            made = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return made
+        of = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        there = [x for x in made if x is not None]
+        marked = iter(_Once.apply(len(there), *there, *of) if of else there)
+        return tuple(None if x is None else next(marked) for x in made)
+
+    return first
+
+
+class _Once(torch.autograd.Function):
+    """The first n of its tensors, which depend on the others and cannot say how."""
+
+    @staticmethod
+    def forward(n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:n])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError(
+            'the Triton kernels have no second derivatives: take backend="reference"'
+        )
+
+
 class _Run:
     """fn of named tensors and the other arguments, as a function of tensors to tensors."""
 

@@ -22,11 +22,11 @@ from nsa import log
 from nsa.checks import needs_grad, scale_of
 from nsa.device import log_device, resolve_flags
 from nsa.flags import Flags
-from nsa.kernels.operator import once
 from nsa.kernels.triton_sel_kernel.inputs import check_qkv, check_tensor, units_of_8
 from nsa.packing import length_buckets, packed_positions
 from nsa.routes import RouteUnavailable
 from nsa.select import clean_ranges, range_lengths
+from nsa.transforms import once
 
 TIMING = "sel.triton.bucket_timing"
 PATHS = ("ranges", "dense", "varlen")
