@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 # Sections whose tables have a column for each length and direction, and the files they name.
 SECTIONS = {
     "Parts, and how far from the floor": [
-        "2026-11-28-h200/prefill-ee4e1a5", "2026-11-25-h200/prefill-151e6a4",
+        "2026-11-28-h200/prefill-01a364a", "2026-11-25-h200/prefill-151e6a4",
     ],
     "Heads of 64, and of 192 and 128": ["2026-11-27-h200/prefill_heads-b89294a"],
     "Other numbers of heads": ["2026-11-27-h200/prefill_padded-cce2370"],
@@ -156,14 +156,14 @@ def test_numbers_of_generated_text_are_of_rows(number, name):
 def test_numbers_of_the_readme_are_of_rows():
     """The paper's sizes: NSA, dense attention and their ratio; decode steps as graphs."""
     known = {}
-    for r in rows_of("2026-11-27-h200/prefill_sharing-b89294a"):
+    for r in rows_of("2026-11-28-h200/prefill-01a364a"):
         if r["op"] == "full" and r["dense_ms"]:
             what = {"fwd": "forward", "bwd": "backward"}[r["direction"]]
             known[what, r["S"]] = r["ms"], r["dense_ms"], r["speedup"]
     for r in rows_of("2026-11-25-h200/decode_serving-66a1788"):
         known[r["B"], r["S"]] = r["ms_graph"], r["graph_base_ms"], r["graph_speedup"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "b89294a (decode 66a1788)" in " ".join(readme.split())
+    assert "01a364a (decode 66a1788)" in " ".join(readme.split())
     line = r"^\| (?:decode step, )?(forward|backward|\d+).*?(\d+)k.*?\|(.*)\|$"
     table = re.findall(line, readme, re.M)
     assert len(table) == 6
