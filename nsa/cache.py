@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from nsa import fp8, select
+from nsa.arguments import check_tensor
 from nsa.blocks import num_compressed, visible_compressed
 from nsa.cache_rows import CacheRows
 from nsa.checks import needs_grad
@@ -108,10 +109,12 @@ class NSACache(CacheRows):
         kv_cache_dtype: KVCacheDtype = "auto", k_descale: float | Tensor | None = None,
         v_descale: float | Tensor | None = None,
     ) -> None:  # fmt: skip
+        if not isinstance(config, NSAConfig):
+            raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
         for name, value in (("batch", batch), ("max_len", max_len), ("max_step", max_step)):
             check_int(name, value, 1)
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating type, got {dtype}")
+        if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            raise TypeError(f"dtype must be a floating type, got {dtype!r}")
         if dtype is not None and dtype.itemsize == 1:
             raise TypeError(f"dtype must be that of queries, got {dtype}; see kv_cache_dtype")
         self.config, self.batch, self.max_len, self.max_step = config, batch, max_len, max_step
@@ -231,17 +234,26 @@ class NSACache(CacheRows):
         Appended to, it would write into this cache, whose lengths do not follow. stack([c.row(b)])
         makes a cache of its own.
         """
+        check_int("b", b, 0)
+        if b >= self.batch:
+            raise ValueError(f"b must be below the batch {self.batch}, got {b}")
         one = self._sequences([b], lambda x: x[b : b + 1])
         one.growable = one.count_reads = False
         one.counters, one._batch = self.counters[b : b + 1], self._batch[:1]
         return one
 
+    @torch.inference_mode(False)
     def select(self, rows: Tensor) -> NSACache:
-        """Sequences `rows`, int64 [n], in this order as a cache of their own; some may repeat.
-
-        Counted reads stay here.
+        """Sequences `rows`, int32 or int64 [n], in this order as a cache of their own; some may
+        repeat. Counted reads stay here. Raises ValueError or TypeError that names the argument.
         """
-        one = self._sequences(rows.tolist(), lambda x: x.index_select(0, rows))
+        check_tensor("rows", rows)
+        if rows.ndim != 1 or rows.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"rows must be integers [n], got {rows.dtype} {list(rows.shape)}")
+        which = rows.tolist()
+        if not all(0 <= b < self.batch for b in which):
+            raise ValueError(f"rows must name sequences 0 to {self.batch - 1}, got {which}")
+        one = self._sequences(which, lambda x: x.index_select(0, rows))
         one.counters = self.counters.new_zeros(one.batch, *self.counters.shape[1:])
         one._batch = torch.arange(one.batch, device=self.device)[:, None]
         one.fused_append, one.fused_step = {}, set()

@@ -69,6 +69,9 @@ def is_eager(*tensors: object) -> bool:
     return all([type(x) in _PLAIN for x in tensors])
 
 
+MOST_FP32 = torch.finfo(torch.float32).max  # kernels and sums take it in fp32
+
+
 def scale_of(softmax_scale: float | None, d: int) -> float:
     """softmax_scale or its default; raises TypeError or ValueError for what is no finite number
     above 0: kernels take the maximum before they scale."""
@@ -76,7 +79,7 @@ def scale_of(softmax_scale: float | None, d: int) -> float:
         return 1.0 / math.sqrt(d)
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise TypeError(f"softmax_scale must be None or a number, got {softmax_scale!r}")
-    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+    if not 0 < softmax_scale <= MOST_FP32:
         raise ValueError(f"softmax_scale must be a finite number above 0, got {softmax_scale}")
     return float(softmax_scale)
 

@@ -135,6 +135,9 @@ def _either_name(init: Callable[..., None]) -> Callable[..., None]:
 NSAConfig.__init__ = _either_name(NSAConfig.__init__)  # type: ignore[method-assign]
 
 
+MOST_INT = 2**31 - 1  # sizes and lengths are int32 on the device
+
+
 def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> None:
     """Raise TypeError or ValueError unless value is an int from `least` on, or None if optional.
 
@@ -147,6 +150,8 @@ def check_int(name: str, value: Any, least: int, *, optional: bool = False) -> N
         raise TypeError(f"{name} must be {none}an int, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be {none}at least {least}, got {value}")
+    if isinstance(value, int) and value > MOST_INT:
+        raise ValueError(f"{name} must be {none}at most {MOST_INT}, got {value}")
 
 
 def _is_symbol(value: Any) -> bool:

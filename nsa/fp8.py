@@ -16,6 +16,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
+LEAST_DESCALE = 2.0**-149  # of fp32
 KVCacheDtype = Literal["auto", "fp8_e4m3"]  # as vLLM names them
 
 
@@ -38,8 +39,8 @@ def descale_of(
     if descale is None:
         descale = 1.0
     if isinstance(descale, (int, float)) and not isinstance(descale, bool):
-        if not 0 < descale < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, got {descale}")
+        if not LEAST_DESCALE <= descale <= torch.finfo(torch.float32).max:
+            raise ValueError(f"{name} must be above 0 and finite in fp32, got {descale}")
         return torch.full((batch, groups), descale, dtype=torch.float32, device=device)
     if not isinstance(descale, Tensor) or descale.dtype != torch.float32:
         kind = getattr(descale, "dtype", type(descale).__name__)

@@ -43,7 +43,7 @@ from nsa.blocks import num_compressed
 from nsa.cache import BranchKV
 from nsa.cache_rows import CacheRows
 from nsa.checks import MOST_STEP_ROWS, scale_of
-from nsa.config import NSAConfig, check_int, check_sizes
+from nsa.config import MOST_INT, NSAConfig, check_int, check_sizes
 from nsa.dispatch import Backend, Branch, Route
 from nsa.flags import Flags
 from nsa.rotary import turn_by
@@ -136,10 +136,15 @@ def _check_of_sequences(name: str, x: Any, q: Tensor, *more: str) -> None:
     check_device(name, x, q.device)
 
 
-def _lens_of(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
-    """cache_seqlens as int32 [B] on q's device; raises unless it is that, or one number."""
+def _lens_of(cache_seqlens: int | Tensor, q: Tensor, read: bool) -> Tensor:
+    """cache_seqlens as int32 [B] on q's device; raises unless it is that, or one number. read:
+    look at the numbers, too."""
     if isinstance(cache_seqlens, Tensor):
         _check_of_sequences("cache_seqlens", cache_seqlens, q)
+        if read and cache_seqlens.numel():
+            least, most = (int(x) for x in cache_seqlens.aminmax())
+            if not -MOST_INT <= least <= most <= MOST_INT:
+                raise ValueError(f"cache_seqlens must be int32 numbers, got {least} to {most}")
         return cache_seqlens.int()
     check_int("cache_seqlens", cache_seqlens, 0)
     return torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -175,6 +180,10 @@ def _check_caches(q: Tensor, caches: Given, paged: bool, ring: bool, sizes: Give
     if caches["k_sel_cache"].dtype == fp8.E4M3:
         dtype, owner = fp8.E4M3, "k_sel_cache's"
     recent = {"win": window - 1, "raw": l - 1}  # what a ring holds besides the T new tokens
+    for name in caches if paged and ring else ():
+        of = f"{name[0]}_sel_cache"
+        if name[2:5] in recent and caches[name] is caches[of]:
+            raise ValueError(f"{name} must be a ring of its own, got {of}, which is in pages")
     for name, (_, have, _, _) in shapes.items():
         kind, lead = name[2:5], (rows, capacity)
         if kind == "cmp" and paged:
@@ -207,14 +216,15 @@ def _check_values(
     caches: KVCaches, T: int, appending: bool, n_cmp: int | None, alone: bool
 ) -> None:
     """Raise ValueError where lengths do not fit the caches, or pages do not exist; `alone` also
-    where two sequences write to one page."""
+    where new tokens go to a page that is named elsewhere."""
     capacity, table = caches.max_len, caches.block_table
     what, numbers = f"{capacity} tokens", None
     if table is not None:
         page, pages = caches.k_sel.shape[1], caches.k_sel.shape[0]
         what += f", block_table's {table.shape[1]} pages of {page}"
-        written: dict[int, int] = {}
         numbers = _read("block_table", table)
+    named: dict[int, list[int]] = {}  # by page, the sequences whose tokens it has or gets
+    written: list[tuple[int, int]] = []
     l, d = caches.sizes["l"], caches.sizes["d"]
     for b, after in enumerate(_read("cache_seqlens", caches.lens)):
         before = after - T
@@ -239,12 +249,15 @@ def _check_values(
                 raise ValueError(
                     f"block_table must name pages from 0 to {pages - 1}, got {number} at [{b}, {i}]"
                 )
-        for number in used[before // page :] if alone and appending else ():
-            if written.setdefault(number, b) != b:
-                raise ValueError(
-                    f"block_table must not name a page twice that new tokens go to, got {number} "
-                    f"for sequences {written[number]} and {b}"
-                )
+            named.setdefault(number, []).append(b)
+        written += [(number, b) for number in used[before // page :]]
+    for number, b in written if alone and appending else ():
+        if len(others := named[number]) > 1:
+            other = next((x for x in others if x != b), b)
+            raise ValueError(
+                f"block_table must not name a page twice that new tokens go to, got {number} for "
+                f"sequences {min(b, other)} and {max(b, other)}"
+            )
 
 
 def _check_rotary(cos: Any, sin: Any, q: Tensor, capacity: int) -> None:
@@ -388,7 +401,7 @@ def nsa_with_kvcache(
                 raise ValueError(f"{name} goes with phi_k and phi_v, which are None")
     named = {f"{name}_cache": x for name, x in held.items()}
     _check_caches(q, named, block_table is not None, ring, sizes)
-    lens = _lens_of(cache_seqlens, q)
+    lens = _lens_of(cache_seqlens, q, checked or not q.is_cuda)
     _check_new(new, held, q, dict(phi_k=phi_k, phi_v=phi_v), dict(k_cmp=k_cmp, v_cmp=v_cmp))
     caches = KVCaches(
         lens=lens + T if appending else lens, block_table=block_table, ring=ring, sizes=sizes,
@@ -468,8 +481,12 @@ def _check_new(new: Given, held: Given, q: Tensor, phi: Given, cmp: Given) -> No
         return
     B, T = q.shape[:2]
     for name, x in new.items():
+        selected = f"{name[0]}_sel"
         if x is not None:
             check_beside(name, x, q, (B, T, *held[name].shape[2:]), dtype=q.dtype)
+            theirs = new[selected]
+            if held[name] is held[selected] and theirs is not None and x is not theirs:
+                raise ValueError(f"{name} must be {selected} or None: both have one cache")
         elif name[2:] == "sel" or held[name] is not held[f"{name[0]}_sel"]:
             raise ValueError(f"{name} must be given where k_sel is: its cache is another one")
     made, given = (any(x is not None for x in pair.values()) for pair in (phi, cmp))
@@ -479,6 +496,8 @@ def _check_new(new: Given, held: Given, q: Tensor, phi: Given, cmp: Given) -> No
     for name, x in pairs.items():
         if x is None:
             raise ValueError(f"{name} must be given too: {' and '.join(pairs)} go together")
+        if made and not callable(x):
+            raise TypeError(f"{name} must be a function, got {type(x).__name__}")
     for name, x in cmp.items() if given else ():
         n = _leading("k_cmp", cmp["k_cmp"])[1]
         check_beside(name, x, q, (B, n, *held[f"{name[0]}_sel"].shape[2:]), dtype=q.dtype)
@@ -533,6 +552,8 @@ def reorder_kvcache(
             raise ValueError(f"caches[{i}] must have B={B} sequences, got {list(cache.shape)}")
     if not B:
         return
+    # A tensor may be the cache of several branches.
+    caches = tuple({(x.data_ptr(), x.shape, x.stride()): x for x in caches}.values())
     if block_table is None:
         for cache in caches:
             cache.copy_(cache.index_select(0, beam_idx))
@@ -565,8 +586,9 @@ def reorder_kvcache(
     some = partial.int().argmax()
     source = torch.where(partial, source, to)
     to, source = (torch.where(partial, x, x[some]).clamp(min=0) for x in (to, source))
+    used = table[torch.arange(table.shape[1], device=table.device) * page_size < lens]
     for i, cache in enumerate(caches):
-        if on_host and int(torch.maximum(to, source).max()) >= len(cache):
+        if on_host and not all(0 <= page < len(cache) for page in used.tolist()):
             raise ValueError(
                 f"block_table must name pages of caches[{i}], which has {len(cache)}, got "
                 f"{block_table.tolist()}"

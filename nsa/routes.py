@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from nsa.flags import Flags
 
@@ -92,6 +92,9 @@ class RouteUnavailable(RuntimeError):
         self.route, self.reason, self.detail = Route(route), reason, detail
         text = f"route {self.route.value!r} is unavailable: {reason} ({REASONS[reason]})"
         super().__init__(f"{text}: {detail}" if detail else text)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # else one of a worker process cannot come home
+        return type(self), (self.route, self.reason, self.detail)
 
 
 @dataclass(frozen=True)

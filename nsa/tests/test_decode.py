@@ -122,8 +122,27 @@ def test_a_cache_of_inference_mode_goes_on_outside():
         with torch.inference_mode():
             cache = module.make_cache(2, 32, growable=True, dtype=F64)
             module.prefill(x[:, :60], cache)
+            chosen = cache.select(torch.tensor([1, 0]))
         got = [module.step(x[:, t : t + 1], cache) for t in range(60, 70)]
+        turned = [module.step(x[[1, 0], t : t + 1], chosen) for t in range(60, 70)]
     torch.testing.assert_close(torch.cat(got, 1), want[:, 60:])
+    torch.testing.assert_close(torch.cat(turned, 1), want[[1, 0], 60:])
+
+
+@pytest.mark.parametrize("call, error, told", [
+    (lambda c: c.row(-1), ValueError, "b must be at least 0, got -1"),
+    (lambda c: c.row(2), ValueError, "b must be below the batch 2, got 2"),
+    (lambda c: c.select([0]), TypeError, "rows must be a tensor"),
+    (lambda c: c.select(torch.tensor([True, False])), TypeError, "rows must be integers"),
+    (lambda c: c.select(torch.tensor([[0]])), TypeError, r"rows must be integers \[n\], got"),
+    (lambda c: c.select(torch.tensor([2])), ValueError, "rows must name sequences 0 to 1"),
+    (lambda c: NSACache(None, 1, 8), TypeError, "config must be an NSAConfig, got NoneType"),
+    (lambda c: NSACache(CONFIG, 1, 8, dtype="fp16"), TypeError, "dtype must be a floating type"),
+    (lambda c: NSACache(CONFIG, 1, 2**40), ValueError, "max_len must be at most 2147483647"),
+])  # fmt: skip
+def test_what_is_no_sequence_and_no_cache_is_named(call, error, told):
+    with pytest.raises(error, match=told):
+        call(NSACache(CONFIG, 2, 8))
 
 
 @pytest.mark.parametrize("refused", range(4))

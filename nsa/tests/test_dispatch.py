@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import pickle
 import subprocess
 import sys
 import threading
@@ -436,3 +437,9 @@ def test_a_gradient_of_any_tensor_counts_for_the_operator_of_all_branches(monkey
     requests = [call.args[1] for call in asked.call_args_list if call.args[0] is Route.TRITON]
     seen = [r.needs_grad for r in requests if r.branch is Branch.PREFILL]
     assert seen == [True] * 8 + [False]
+
+
+def test_an_unavailable_route_goes_from_process_to_process():
+    error = RouteUnavailable("triton", "align8", "got Dk=7")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.reason, again.route) == (str(error), "align8", error.route)

@@ -52,7 +52,9 @@ def test_bad_input_names_the_argument():
         lambda: caches.call(0, tokens.part([0, 0], 4), **changed)
     )
     assert_raises(
-        (ValueError, "k_descale must be above 0 and finite, got 0.0", call(k_descale=0.0)),
+        (ValueError, "k_descale must be above 0 and finite in fp32, got 0.0", call(k_descale=0.0)),
+        (ValueError, "v_descale must be above 0 and finite in fp32", call(v_descale=1e-50)),
+        (ValueError, "v_descale must be above 0 and finite in fp32", call(v_descale=10**400)),
         (ValueError, "k_descale must be above 0 and finite, got",
          call(k_descale=torch.tensor([1.0, -1.0]))),
         (ValueError, r"v_descale must be \[G\] or \[B, G\] with B=2 and G=2, got",

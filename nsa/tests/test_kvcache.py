@@ -315,6 +315,39 @@ def test_beams_refused_for_one_cache_move_in_none(paged):
     assert torch.equal(good, before) and table.flatten().tolist() == list(range(6))
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_beams_move_once_in_a_cache_that_is_given_twice(paged):
+    cache = torch.arange(2.0)[:, None, None, None].repeat(1, 4, 1, 1)
+    pages = dict(block_table=torch.tensor([[0], [1]]), cache_seqlens=torch.tensor([3, 3]))
+    how = pages | {"page_size": 4} if paged else {}
+    reorder_kvcache(torch.tensor([1, 0]), cache, cache.view(2, 4, 1, 1), **how)
+    assert cache[:, 0].flatten().tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("table, length", [
+    ([[2, 1], [3, -1]], 6), ([[0, 9], [2, 3]], 8), ([[-2, 1], [2, 3]], 5),
+])  # fmt: skip
+def test_beams_in_pages_that_do_not_exist_are_refused(table, length):
+    """Full ones too, whose numbers alone are copied."""
+    cache = torch.arange(4.0)[:, None, None, None].repeat(1, 4, 1, 1)
+    pages = dict(block_table=torch.tensor(table), cache_seqlens=torch.full((2,), length))
+    with pytest.raises(ValueError, match=r"block_table must name pages of caches\[0\]"):
+        reorder_kvcache(torch.tensor([1, 0]), cache, **pages, page_size=4)
+    assert cache[:, 0].flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_a_ring_is_no_page():
+    """Though it has a page's shape, where there are as many pages as sequences."""
+    x, page = {n: zeros(2, 1, G, DK) for n in ("k_sel", "v_sel", "k_cmp", "v_cmp")}, 32
+    k, v = zeros(2, page, G, DK), zeros(2, page, G, DK)
+    cmp = zeros(2, page // SIZES["d"], G, DK)
+    with pytest.raises(ValueError, match="k_win_cache must be a ring of its own, got k_sel_cache"):
+        nsa_with_kvcache(
+            zeros(2, 1, HQ, DK), cmp, cmp.clone(), k, v, k, v, zeros(2, 1, HQ, 3), **x, **SIZES,
+            cache_seqlens=0, block_table=torch.tensor([[1], [0]]), ring=True,
+        )  # fmt: skip
+
+
 def test_beams_of_empty_sequences_have_no_pages():
     cache, table = torch.arange(4.0).view(4, 1, 1, 1).repeat(1, 4, 1, 1), torch.tensor([[-1], [2]])
     pages = dict(block_table=table, page_size=4)
@@ -547,6 +580,8 @@ def zeros(*shape: int) -> Tensor:
 
 NOTHING_NEW = {f"{x}_{name}": None for name in ("sel", "win", "raw") for x in "kv"}
 SAME_PAGE = torch.tensor([[0, 1, 2, 3], [0, 1, 7, 8]])
+PAGE_AGAIN = torch.tensor([[0, 0, 2, 1], [4, 5, 7, 8]])
+ONE = zeros(B, S, G, DK)
 BAD = {  # what is changed of a good call, and what is told
     "length": (dict(lens=[30, 33]), "cache_seqlens must be from 0 to 32 .* 33 of sequence 1"),
     "negative": (dict(lens=[-1, 3]), "cache_seqlens must be from 0 to 32 .*, got -1 of sequence 0"),
@@ -557,6 +592,17 @@ BAD = {  # what is changed of a good call, and what is told
     "table": (dict(block_table=torch.zeros(4).int()), r"block_table must be \[B, blocks\]"),
     "same page": (dict(block_table=SAME_PAGE, checked=True),
                   "block_table must not name a page twice that new tokens go to, got 0 for seq"),
+    "same page of one": (dict(block_table=PAGE_AGAIN, checked=True),
+                         "that new tokens go to, got 0 for sequences 0 and 0"),
+    "page of another": (dict(block_table=SAME_PAGE, checked=True, lens=[0, 32]),
+                        "that new tokens go to, got 0 for sequences 0 and 1"),
+    "long length": (dict(cache_seqlens=torch.tensor([1, 2**32])),
+                    "cache_seqlens must be int32 numbers, got 1 to 4294967296"),
+    "long number": (dict(cache_seqlens=2**40), "cache_seqlens must be at most 2147483647"),
+    "two for one cache": (dict(kind="static", k_sel_cache=ONE, k_win_cache=ONE),
+                          "k_win must be k_sel or None: both have one cache"),
+    "no function": (dict(phi_k=3), "phi_k must be a function, got int"),
+    "scale": (dict(softmax_scale=10**400), "softmax_scale must be a finite number above 0"),
     "dtype": (dict(k_sel=torch.zeros(B, 32, G, DK)), "k_sel must have q's dtype torch.float64"),
     "shape": (dict(v_win=zeros(B, 3, G, DV)), r"v_win must be \[2, 32, 2, 24\]"),
     "cache dtype": (dict(v_sel_cache=torch.zeros(11, PAGE, G, DV)), "v_sel_cache must have q's"),
