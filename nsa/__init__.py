@@ -30,7 +30,13 @@ _MODULES = ("compress", "generate", "layouts", "parallel")  # public, by their o
 
 __all__ = ["__version__", *_WHERE]
 
-if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to _WHERE
+# What type checkers and editors see, of which a test says that it is all; they are not shown
+# __getattr__, after which every other name would be one of Any.
+if TYPE_CHECKING:
+    from nsa import compress as compress
+    from nsa import generate as generate
+    from nsa import layouts as layouts
+    from nsa import parallel as parallel
     from nsa.attention import compressed_attention as compressed_attention
     from nsa.attention import merge_state as merge_state
     from nsa.attention import nsa_attention as nsa_attention
@@ -55,15 +61,16 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from nsa.parallel_cache import ParallelNSACache as ParallelNSACache
     from nsa.plans import warmup as warmup
 
+else:
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
-    if name not in _WHERE:
-        raise AttributeError(f"module 'nsa' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name], __name__), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
+        if name not in _WHERE:
+            raise AttributeError(f"module 'nsa' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_WHERE[name], __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -21,8 +21,8 @@ class NSAConfig:
     l_sel: selection block length. n_sel: blocks per query, forced ones included. n_init, n_local:
     forced blocks at the start and around the query (its own block and those before it), no more
     than n_sel in all. window: tokens of the sliding window, the paper's w, by which name it may be
-    given too. rope_base: rotary base. phi: "mlp" or "mean" compression. Raises ValueError or
-    TypeError that names the field.
+    given instead (type checkers know `window` only). rope_base: rotary base. phi: "mlp" or "mean"
+    compression. Raises ValueError or TypeError that names the field.
     """
 
     dim: int
@@ -86,7 +86,7 @@ class NSAConfig:
     def from_yaml(cls, path: str | Path) -> NSAConfig:
         """Read the `model` and `nsa` sections of a YAML file such as configs/base.yaml.
 
-        Raises ValueError that names an unknown key or a missing section.
+        Raises ValueError that names an unknown key, a missing section, or two keys for one setting.
         """
         import yaml
 
@@ -98,17 +98,23 @@ class NSAConfig:
             raise ValueError(f"{path} must hold a mapping with sections model and nsa")
         names = [f.name for f in dataclasses.fields(cls)]
         values: dict[str, Any] = {}
+        places: dict[str, str] = {}
         for section in ("model", "nsa"):
             entries = document.get(section)
             if not isinstance(entries, dict):
                 raise ValueError(f"{path}: section {section} must be a mapping, got {entries!r}")
             for key, value in entries.items():
-                key = _NAMES.get(key, key)
+                place, key = f"{section}.{key}", _NAMES.get(key, key)
                 if key not in names:
                     near = difflib.get_close_matches(str(key), names, n=1)
                     hint = f"; did you mean {near[0]}?" if near else ""
-                    raise ValueError(f"{path}: {section}.{key} is not a setting{hint}")
-                values[key] = value
+                    raise ValueError(f"{path}: {place} is not a setting{hint}")
+                if key in places:
+                    raise ValueError(
+                        f"{path}: {places[key]} and {place} are one setting, to be given once, got "
+                        f"{values[key]!r} and {value!r}"
+                    )
+                values[key], places[key] = value, place
         missing = [
             f.name for f in dataclasses.fields(cls)
             if f.default is dataclasses.MISSING and f.name not in values
@@ -124,9 +130,16 @@ _NAMES = {"w": "window"}  # the paper's, under which it went before
 def _either_name(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: NSAConfig, *args: Any, **sizes: Any) -> None:
-        for old, name in _NAMES.items():  # over the new name, which dataclasses.replace() gives too
-            if old in sizes:
-                sizes[name] = sizes.pop(old)
+        for old, name in _NAMES.items():
+            if old not in sizes:
+                continue
+            # dataclasses.replace() gives every field: beside the old name, the new one as it was.
+            if name in sizes and sys._getframe(1).f_globals is not vars(dataclasses):
+                raise ValueError(
+                    f"{name} and {old} are one setting, to be given once, got "
+                    f"{name}={sizes[name]!r} {old}={sizes[old]!r}"
+                )
+            sizes[name] = sizes.pop(old)
         init(self, *args, **sizes)
 
     return __init__

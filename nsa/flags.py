@@ -20,6 +20,7 @@ from typing import Any
 
 _warned: set[str] = set()  # of unknown names
 CONFIG_PATH = Path(__file__).with_name("base.yaml")  # in a checkout a link to that of configs/
+SECTIONS = ("model", "nsa", "runtime")  # of such a file; the first two are NSAConfig.from_yaml's
 
 # Of the report runner and the benches; not settings of the library.
 RUNNER_VARIABLES = ("NSA_RESULT_FD", "NSA_OUT_DIR", "NSA_COMMIT", "NSA_PROBE_SEED")
@@ -37,15 +38,6 @@ def _parse_bool(text: str) -> bool:
     raise ValueError("one of 1/true/yes/on or 0/false/no/off")
 
 
-def _parse_switch(text: str) -> bool | None:
-    if text.strip().lower() in ("auto", "none"):
-        return None
-    try:
-        return _parse_bool(text)
-    except ValueError as error:
-        raise ValueError(f"auto, or {error}") from None
-
-
 def _parse_count(text: str) -> int:
     if not re.fullmatch(r"\s*\d{1,18}\s*", text, re.ASCII):
         raise ValueError("an integer of 0 or more, of at most 18 digits")
@@ -53,18 +45,29 @@ def _parse_count(text: str) -> int:
 
 
 def _or_none(parse: Any, *words: str) -> Any:
-    """A parser to which these words mean None."""
-    return lambda text: None if text.strip().lower() in words else parse(text)
+    """A parser to which these words mean None; its errors name them."""
+    named = " or ".join(filter(None, words))  # an empty value is as good as no variable
+
+    def either(text: str) -> Any:
+        if text.strip().lower() in words:
+            return None
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ValueError(f"{named}, or {error}") from None
+
+    return either
 
 
 def _parse_tile(text: str) -> int:
     value = _parse_count(text)
     if value < 16 or value & (value - 1):
-        raise ValueError("'auto' or a power of two of at least 16")
+        raise ValueError("a power of two of at least 16")
     return value
 
 
 _TILE = _or_none(_parse_tile, "", "auto", "none")
+_SWITCH = _or_none(_parse_bool, "auto", "none")
 _PARSERS = {bool: _parse_bool, int: _parse_count}  # by the type of the default
 
 
@@ -83,12 +86,12 @@ class Flags:
 
     use_triton_sel: bool | None = _flag(
         None, "kernels (Triton, Gluon, CUDA C++): auto or 1, wherever they serve; 0, nowhere",
-        _parse_switch,
+        _SWITCH,
     )  # fmt: skip
     triton_sel_force: bool = _flag(False, "override the SM 8.9 policy; experiments only")
     sel_triton_allow_grad: bool | None = _flag(
         None, "the kernels' backward: auto or 1, as the forward; 0, calls that need a gradient "
-        "take PyTorch", _parse_switch,
+        "take PyTorch", _SWITCH,
     )  # fmt: skip
     sel_triton_min_L: int | None = _flag(
         None, "least selected length of a row for Triton instead of packed SDPA, where "
@@ -167,7 +170,8 @@ class Flags:
         """Read settings from `mapping` (default os.environ) over the YAML file's `runtime`.
 
         device_name selects the entry of `runtime.devices`; an absent file means no entries.
-        Raises ValueError that names the variable or key for a malformed or contradictory value.
+        Raises ValueError that names the variable or key for a malformed or contradictory value, for
+        an unknown key or section, and where config_path is a directory.
         Warns once per unknown NSA_* name, with the nearest known one.
         """
         env = os.environ if mapping is None else mapping
@@ -262,6 +266,8 @@ def _runtime_values(
     path: Path, device_name: str | None
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, str]]]:
     """Values and sources from the file's `runtime` section: common keys, then the device's."""
+    if path.is_dir():
+        raise ValueError(f"config_path must be a file, got the directory {path}")
     if not path.is_file():
         return {}, {}
     import yaml  # only here: importing nsa needs the standard library alone
@@ -270,7 +276,12 @@ def _runtime_values(
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise ValueError(f"{path.name} is not valid YAML: {str(e)[:200]}") from None
-    runtime = _mapping(_mapping(document, path.name).get("runtime"), f"{path.name}: runtime")
+    document = _mapping(document, path.name)
+    for section in document:
+        if section not in SECTIONS:
+            allowed = " or ".join(SECTIONS)
+            raise ValueError(f"{path.name}: a section must be {allowed}, got {_short(section)}")
+    runtime = _mapping(document.get("runtime"), f"{path.name}: runtime")
     where = f"{path.name}: runtime.devices"
     devices = _mapping(runtime.get("devices"), where)
     of_device = {name: _mapping(entry, f"{where}.{name}") for name, entry in devices.items()}

@@ -619,5 +619,9 @@ def cache_bytes_per_token(
         raise TypeError(f"config must be an nsa.NSAConfig, got {type(config).__name__}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    if dtype != fp8.E4M3 and not (dtype.is_floating_point and dtype.itemsize > 1):
+        raise TypeError(
+            f"dtype must be a floating type of 16 bits or more or {fp8.E4M3}, got {dtype}"
+        )
     row = config.groups * (config.d_k + config.d_v) * dtype.itemsize
     return row * ((1 if ring else 3) + 1 / config.d)

@@ -118,9 +118,24 @@ def warmup(
     return sorted({one.kernel.__name__ for one in found})
 
 
+def lengths(text: str) -> list[int]:
+    """Numbers of tokens, for argparse."""
+    try:
+        values = [int(x) for x in text.split(",") if x]
+    except ValueError:
+        values = [0]
+    if min(values, default=1) < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be integers of at least 1, such as 64,128, got {text!r}"
+        )
+    return values
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Compile what the given calls launch and say how long it took. Exit code 3 without CUDA."""
-    lengths = lambda text: [int(x) for x in text.split(",") if x]
+    """Compile what the given calls launch and say how long it took.
+
+    Exit code 2 for wrong arguments, 3 without CUDA.
+    """
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seqlens", type=lengths, default=[8192], help="tokens of forwards")
     parser.add_argument("--decode", type=lengths, default=[], help="lengths before a decode step")
@@ -129,15 +144,18 @@ def main(argv: list[str] | None = None) -> int:
         names = ("--window", "--w") if name == "window" else (f"--{name}",)
         parser.add_argument(*names, type=int, default=getattr(PAPER, name))
     args = parser.parse_args(argv)
+    try:
+        config = NSAConfig(
+            **{f.name: getattr(args, f.name) for f in fields(NSAConfig) if hasattr(args, f.name)}
+        )
+    except ValueError as error:
+        parser.error(str(error))
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to compile", file=sys.stderr)
         return 3
-    sizes = {f.name: getattr(args, f.name) for f in fields(NSAConfig) if hasattr(args, f.name)}
     torch.zeros(1, device="cuda")
     begin = time.perf_counter()
-    kernels = warmup(
-        NSAConfig(**sizes), seqlens=args.seqlens, decode=args.decode, training=args.training
-    )
+    kernels = warmup(config, seqlens=args.seqlens, decode=args.decode, training=args.training)
     print(f"{len(kernels)} kernels ready after {time.perf_counter() - begin:.1f} s")
     return 0
 

@@ -8,7 +8,7 @@ its tests, metadata.json with the digest of each file, and the folder `nsa` that
 `kernels` look for. Several versions may be loaded in one process, so imports become relative and
 PyTorch's operators get names of their own. Files are of the checkout as it is.
 
-Exit code: 0 written, 2 usage (OUT/build is there already).
+Exit code: 0 written, 2 usage (OUT is no folder that can be written, or has a build already).
 """
 
 import base64
@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
-from bench.records import doc_parser
+from bench.records import doc_parser, folder_target
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = {"tests", "data", "__pycache__"}
@@ -79,7 +79,7 @@ def write(out: Path) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = doc_parser(__doc__)
-    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("out", type=folder_target, metavar="OUT")
     args = parser.parse_args(argv)
     if (args.out / "build").exists():
         parser.error(f"OUT must have no folder build, got {args.out}")

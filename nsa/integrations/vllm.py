@@ -373,6 +373,11 @@ def _refuse(vllm_config: VllmConfig) -> None:
         name = f"{kind}_parallel_size"
         if (size := getattr(parallel, name)) > 1:
             raise NotImplementedError(f"nsa serves one GPU in vLLM: {name} must be 1, got {size}")
+    cache, model = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
+    if getattr(torch, cache, model) != model:  # torch has no auto and no fp8
+        raise NotImplementedError(
+            f"kv_cache_dtype must be auto, fp8 or the model's {model}, got {cache!r}"
+        )
     lacking = {
         "kv_transfer_config": vllm_config.kv_transfer_config,
         "quantization": vllm_config.quant_config,
@@ -394,17 +399,26 @@ class NSAServedConfig(PretrainedConfig):
 def save_for_vllm(model: NSALanguageModel, folder: str | Path, *, max_len: int) -> None:
     """Write config.json and model.safetensors, a model directory of vLLM.
 
-    max_len: tokens of the longest sequence, which the model itself does not bound. Raises TypeError
-    for a model of another kind, and TypeError or ValueError for another max_len.
+    max_len: tokens of the longest sequence, which the model itself does not bound. Modules that
+    share weights get a copy each. Raises TypeError for a model of another kind or dtype, TypeError
+    or ValueError for another max_len, and ValueError where folder is a file.
     """
     from safetensors.torch import save_file
 
     if not isinstance(model, NSALanguageModel):
         raise TypeError(f"model must be an nsa.NSALanguageModel, got {type(model).__name__}")
     check_int("max_len", max_len, 1)
+    dtype, allowed = model.embedding.weight.dtype, NSABackend.supported_dtypes
+    if dtype not in allowed:
+        raise TypeError(f"model must be of {', '.join(map(str, allowed))}, got {dtype}")
     folder, c = Path(folder), model.config
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"folder must be a directory or a new one, got {str(folder)!r}") from None
+    # Copies, as tensors that share memory cannot be saved.
+    how: dict[str, Any] = dict(copy=True, memory_format=torch.contiguous_format)
+    state = {name: x.detach().to("cpu", **how) for name, x in model.state_dict().items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     config = {
         "architectures": [ARCHITECTURE],
@@ -417,7 +431,7 @@ def save_for_vllm(model: NSALanguageModel, folder: str | Path, *, max_len: int) 
         "head_dim": c.d_k,
         "max_position_embeddings": max_len,
         "tie_word_embeddings": True,
-        "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "nsa": dataclasses.asdict(c),
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -56,7 +56,9 @@ GOOD = dict(dim=64, heads=4, groups=2, d_k=16, d_v=16)
     (dict(d_k=15), ValueError, "d_k must be even"),
     (dict(n_sel=0), ValueError, "n_sel must be at least 1, got 0"),
     (dict(n_sel=4, n_init=2, n_local=3), ValueError, "got n_sel=4 n_init=2 n_local=3"),
-    (dict(w=0), ValueError, "w must be at least 1"), (dict(n_local=0), ValueError, "n_local"),
+    (dict(w=0), ValueError, "w must be at least 1"),
+    (dict(w=5, window=6), ValueError, "window and w are one setting, .*, got window=6 w=5"),
+    (dict(n_local=0), ValueError, "n_local"),
     (dict(heads=4.0), TypeError, "heads must be an int, got"),
     (dict(l=True), TypeError, "l must be an int, got"),
     (dict(phi="max"), ValueError, "phi must be 'mlp' or 'mean'"),
@@ -79,6 +81,9 @@ def test_config_from_yaml(tmp_path):
     for text, told in (
         ("model: {dim: 64}\nnsa: {nsel: 4}\n", "nsa.nsel is not a setting; did you mean n_sel"),
         ("model: {dim: 64}\nnsa: {}\n", "missing heads, groups, d_k, d_v"),
+        ("model: {}\nnsa: {w: 5, window: 6}\n", "nsa.w and nsa.window are one .*, got 5 and 6"),
+        ("model: {window: 5}\nnsa: {w: 6}\n", "model.window and nsa.w are one .*, got 5 and 6"),
+        ("model: {l: 8}\nnsa: {l: 16}\n", "model.l and nsa.l are one .*, got 8 and 16"),
         ("nsa: {}\n", "section model must be a mapping, got None"),
         ("model: {dim: 64}\n", "section nsa must be a mapping, got None"),
     ):

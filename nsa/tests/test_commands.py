@@ -174,6 +174,21 @@ def test_kernels_are_warmed_for_the_window_that_was_asked_for(name, monkeypatch)
     assert (configs[0].window, configs[0].d_k) == (128, 64)
 
 
+@pytest.mark.parametrize("argv, told", [
+    ("--seqlens 0", "--seqlens: must be integers of at least 1, such as 64,128, got '0'"),
+    ("--seqlens abc", "--seqlens: must be integers of at least 1, such as 64,128, got 'abc'"),
+    ("--decode 64,-3", "--decode: must be integers of at least 1, such as 64,128, got '64,-3'"),
+    ("--dim 0", "dim must be at least 1, got 0"),
+    ("--l 33", "d must divide l and l_sel, got l=33 d=16 l_sel=64"),
+])  # fmt: skip
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_cannot_be_warmed_is_a_usage_error(argv, told, gpu, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    with pytest.raises(SystemExit, match="2"):
+        plans.main(argv.split())
+    assert told in capsys.readouterr().err
+
+
 # ---- examples ------------------------------------------------------------------------------------
 
 
@@ -249,6 +264,19 @@ assert hasattr(torch.ops, name) and "prefill" in dir(getattr(torch.ops, name))
 assert not [m for m in sys.modules if m.split(".")[0] == "nsa"]
 print(out.double().sum().item(), nsa.__version__)
 """
+
+
+@pytest.mark.parametrize("name, told", [
+    ("file", "wants a folder that can be written, got"), ("file/below", "wants a folder"),
+    ("", "OUT must have no folder build"),
+])  # fmt: skip
+def test_the_hubs_kernel_goes_to_a_folder_without_a_build(name, told, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "build").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        hf_kernel.main([str(tmp_path / name)])
+    assert told in capsys.readouterr().err
+    assert sorted(x.name for x in tmp_path.rglob("*")) == ["build", "file"]
 
 
 def test_it_loads_alone_under_another_name_and_computes_the_same(tmp_path):

@@ -77,13 +77,21 @@ MALFORMED = {
 }  # fmt: skip
 
 
+WORDS = {  # that are no number
+    **dict.fromkeys(SWITCHES, "auto or none, or one of 1/true"),
+    "NSA_SEL_TRITON_MIN_L": "auto or none, or an integer of 0 or more",
+    "NSA_SEL_TRITON_BLOCK_DV": "auto or none, or",
+    "NSA_LOG_LIMIT": "none, or an integer of 0 or more",
+}
+
+
 def test_what_is_malformed_is_refused_in_one_line_that_names_it(tmp_path):
     given = lambda **env: lambda: no_config(tmp_path, **env)
     assert_raises(
         *((ValueError, name, given(**{name: text})) for name in MALFORMED
           for text in MALFORMED[name]),
-        *((ValueError, f"{name} must be auto, or one of 1/true.*maybe", given(**{name: "maybe"}))
-          for name in SWITCHES),
+        *((ValueError, f"{name} must be {allowed}.*, got 'maybe'", given(**{name: "maybe"}))
+          for name, allowed in WORDS.items()),
         (ValueError, "NSA_FA2_FORCE_VARLEN and NSA_FA2_FORCE_DENSE",
          given(NSA_FA2_FORCE_VARLEN="1", NSA_FA2_FORCE_DENSE="1")),
         (TypeError, r"use_triton_sel must be None \(auto\), got 'auto'",
@@ -136,13 +144,17 @@ BAD_CONFIG = {
     "runtime: {devices: {X: 3}}": "runtime.devices.X must be a mapping, got 3",
     "runtime: {devices: {Y: 0}}": "runtime.devices.Y must be a mapping, got 0",
     "runtime: {a: [}": "not valid YAML",
+    "Runtime: {use_fa2: 1}": "a section must be model or nsa or runtime, got 'Runtime'",
+    "{model: {}, 1: {}}": "a section must be model or nsa or runtime, got 1",
 }
 
 
 def test_bad_config_is_an_error_that_names_the_key_and_an_empty_section_is_none(tmp_path):
     given = lambda text: lambda: config(tmp_path, text, "X")
     assert_raises(*((ValueError, match, given(text)) for text, match in BAD_CONFIG.items()))
-    for text in ("", "runtime:", "runtime: {devices: }", "runtime: {devices: {X: }}"):
+    with pytest.raises(ValueError, match=f"config_path must be a file, got .*{tmp_path}"):
+        Flags.from_env({}, config_path=tmp_path)
+    for text in ("", "runtime:", "runtime: {devices: }", "runtime: {devices: {X: }}", "model: {}"):
         assert config(tmp_path, text, "X") == Flags()
 
 

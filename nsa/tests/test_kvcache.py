@@ -657,4 +657,7 @@ def test_bytes_per_token_are_those_of_the_caches():
     assert_raises(
         (TypeError, "config must be an nsa.NSAConfig, got int", lambda: tell(3)),
         (TypeError, "dtype must be a torch.dtype", lambda: tell(config, "bf16")),
-    )
+        *((TypeError, f"dtype must be a floating type.*torch.float8_e4m3fn, got {dtype}",
+           lambda dtype=dtype: tell(config, dtype))
+          for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e5m2)),
+    )  # fmt: skip

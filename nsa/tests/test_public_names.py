@@ -5,6 +5,7 @@ import doctest
 import functools
 import graphlib
 import importlib
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,15 @@ def test_type_checkers_see_what_loads_on_first_use():
         for alias in line.names:
             assert alias.asname == alias.name, "only `import X as X` is a public name of the module"
             seen[alias.name] = line.module
-    assert seen == {name: f"nsa{module}" for name, module in nsa._WHERE.items()}
+    functions = {name: f"nsa{module}" for name, module in nsa._WHERE.items()}
+    assert seen == functions | dict.fromkeys(nsa._MODULES, "nsa")
+
+
+def test_mypy_reads_one_file_of_the_tests():
+    text = (Path(nsa.__file__).parents[1] / "pyproject.toml").read_text()
+    excluded = ast.literal_eval(re.search(r"\[tool.mypy\]\n.*\nexclude = (.*)", text)[1])
+    left_out = lambda name: any(re.search(one, f"nsa/tests/{name}") for one in excluded)
+    assert [left_out(x) for x in ("", "typed_calls.py", "cases.py")] == [False, False, True]
 
 
 def test_every_name_loads():

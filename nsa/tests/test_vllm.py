@@ -24,6 +24,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # before its first import
 
+from safetensors.torch import load_file  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: E402
 from vllm.model_executor.models import ModelRegistry  # noqa: E402
@@ -300,13 +301,17 @@ def test_an_engine_is_refused_by_the_name_of_its_setting(config, monkeypatch):
         (config, "kv_transfer_config", "some", "kv_transfer_config"),
         (config, "quant_config", "some", "quantiz"),
         (config.cache_config, "kv_cache_dtype_skip_layers", ["0"], "kv_cache_dtype_skip_layers"),
+        *((config.cache_config, "cache_dtype", dtype,
+           f"kv_cache_dtype must be auto, fp8 or the model's torch.float32, got '{dtype}'")
+          for dtype in ("float16", "bfloat16")),
         (os.environ, "VLLM_USE_BREAKABLE_CUDAGRAPH", "1", "VLLM_USE_BREAKABLE_CUDAGRAPH"),
-    ):
+    ):  # fmt: skip
         with monkeypatch.context() as patch:
             put = patch.setitem if owner is os.environ else patch.setattr
             put(owner, name, value)
             with pytest.raises(NotImplementedError, match=words):
                 make()
+    config.cache_config.cache_dtype = "float32"  # the model's
     layer, runner = make(), Runner(engine_config(config.model_config.model), 1)
     config.cache_config.block_size = 6
     common, build = runner.metadata([3], [3]), runner.builder.build
@@ -333,11 +338,28 @@ def test_layers_of_a_dense_model_cannot_choose_it():
 
 
 def test_what_is_no_such_model_is_not_saved(tmp_path):
-    save = lambda model, n: lambda: integration.save_for_vllm(model, tmp_path, max_len=n)
+    file, model, double = tmp_path / "file", make_model(), make_model().double()
+    file.write_text("mine")
+    save = lambda model, n, to="new": (
+        lambda: integration.save_for_vllm(model, tmp_path / to, max_len=n)
+    )
     assert_raises(
         (TypeError, "NSALanguageModel, got Linear", save(torch.nn.Linear(2, 2), 9)),
-        (ValueError, "max_len must be at least 1, got 0", save(make_model(), 0)),
+        (ValueError, "max_len must be at least 1, got 0", save(model, 0)),
+        (ValueError, "folder must be a directory or a new one, got .*/file'", save(model, 9, file)),
+        (ValueError, "folder must be a directory .*/file/x'", save(model, 9, file / "x")),
+        (TypeError, "must be of torch.float16, .*, got torch.float64", save(double, 9)),
     )
+    assert list(tmp_path.iterdir()) == [file]  # nothing is begun
+
+
+def test_modules_that_are_one_are_saved_as_copies(tmp_path):
+    model = NSALanguageModel(dataclasses.replace(C, d_v=C.d_k), vocab_size=9, n_layers=2)
+    model.blocks[0].attention.phi_v = model.blocks[0].attention.phi_k
+    model.blocks[1] = model.blocks[0]
+    integration.save_for_vllm(model, tmp_path, max_len=8)
+    saved = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(saved, dict(model.state_dict()), rtol=0, atol=0)
 
 
 def prompts() -> list[list[int]]:

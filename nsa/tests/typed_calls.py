@@ -27,3 +27,11 @@ def layers(layer: nsa.NSAAttention, model: nsa.NSALanguageModel, x: Tensor) -> N
     assert_type(logits, Tensor)
     assert_type(model.step(x, caches), Tensor)
     nsa.NSAAttention(nsa.NSAConfig(32, 4, 2, 8, 8, window=16), backend="gpu")  # type: ignore[arg-type]
+
+
+def names(x: Tensor) -> None:
+    assert_type(nsa.__version__, str)
+    assert_type(nsa.compress.mean_pool(x, 8, 4), Tensor)
+    nsa.compress.max_pool(x)  # type: ignore[attr-defined]
+    nsa.max_attention(x)  # type: ignore[attr-defined]
+    nsa.NSAConfig(32, 4, 2, 8, 8, w=16)  # type: ignore[call-arg]
