@@ -131,15 +131,13 @@ def _either_name(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: NSAConfig, *args: Any, **sizes: Any) -> None:
         for old, name in _NAMES.items():
-            if old not in sizes:
-                continue
-            # dataclasses.replace() gives every field: beside the old name, the new one as it was.
-            if name in sizes and sys._getframe(1).f_globals is not vars(dataclasses):
+            if old in sizes and name in sizes:  # as dataclasses.replace(config, w=...) has them
                 raise ValueError(
-                    f"{name} and {old} are one setting, to be given once, got "
+                    f"{name} and {old} are one setting, to be given once as {name}, got "
                     f"{name}={sizes[name]!r} {old}={sizes[old]!r}"
                 )
-            sizes[name] = sizes.pop(old)
+            if old in sizes:
+                sizes[name] = sizes.pop(old)
         init(self, *args, **sizes)
 
     return __init__
