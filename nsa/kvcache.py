@@ -141,7 +141,7 @@ def _lens_of(cache_seqlens: int | Tensor, q: Tensor, read: bool) -> Tensor:
     look at the numbers, too."""
     if isinstance(cache_seqlens, Tensor):
         _check_of_sequences("cache_seqlens", cache_seqlens, q)
-        if read and cache_seqlens.numel():
+        if read and cache_seqlens.dtype == torch.int64 and cache_seqlens.numel():
             least, most = (int(x) for x in cache_seqlens.aminmax())
             if not -MOST_INT <= least <= most <= MOST_INT:
                 raise ValueError(f"cache_seqlens must be int32 numbers, got {least} to {most}")
