@@ -141,8 +141,11 @@ class NSAMetadata(AttentionMetadata):
 class NSAMetadataBuilder(AttentionMetadataBuilder[NSAMetadata]):
     """Groups requests by their number of new tokens, of which nsa_with_kvcache takes one a call."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     @classmethod
