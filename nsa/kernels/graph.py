@@ -16,7 +16,8 @@ _loaded: ctypes.CDLL | None = None
 
 
 def _call(name: str, *args: object) -> None:
-    """Call a function of CUDA's driver. Raises OSError without one, RuntimeError for an error."""
+    """Call a function of CUDA's driver. Raises OSError without one, and for what it returns
+    MemoryError or RuntimeError with the driver's name of it."""
     global _loaded
     if _loaded is None:
         _loaded = ctypes.CDLL("libcuda.so.1")
@@ -24,7 +25,11 @@ def _call(name: str, *args: object) -> None:
     if function is None:
         raise RuntimeError(f"this driver has no {name}")
     if error := function(*args):
-        raise RuntimeError(f"{name} gave CUDA error {error}")
+        said = ctypes.c_char_p()
+        _loaded.cuGetErrorName(ctypes.c_int(error), ctypes.byref(said))
+        text = (said.value or b"CUDA_ERROR_UNKNOWN").decode()
+        kind = MemoryError if text == "CUDA_ERROR_OUT_OF_MEMORY" else RuntimeError
+        raise kind(f"{name} gave {text}")
 
 
 def zero(address: int, size: int, stream: int) -> None:
@@ -75,7 +80,7 @@ class Lanes:
 class Graph:
     """What launch_on(stream) launches, to be launched again, on the same memory.
 
-    Raises OSError or RuntimeError where it cannot be captured; nothing runs then.
+    Raises OSError, RuntimeError or MemoryError where it cannot be captured; nothing runs then.
     """
 
     def __init__(self, launch_on: Callable[[int], None]) -> None:

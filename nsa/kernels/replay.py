@@ -119,9 +119,7 @@ class Record:
     def _launch(self, bases: list[int], room: Tensor | None, made: dict[int, Tensor]) -> None:
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
-        if graph := self._graph(bases):
-            graph.launch(stream)
-        elif not (torch.cuda.is_current_stream_capturing() and self._into(bases, stream)):
+        if not (self._by_graph(bases, stream) or self._into_graph(bases, stream)):
             for step in self.steps:
                 if isinstance(step, Step):
                     launch.run(step.made, step.grid, stream, step.prepared(bases))
@@ -133,10 +131,10 @@ class Record:
                 whole[offset : offset + step.size].zero_()
         launches.bump(*self.names)
 
-    def _graph(self, bases: list[int]) -> Graph | None:
-        """The launches on memory that came before, as a loop's soon does."""
+    def _by_graph(self, bases: list[int], stream: int) -> bool:
+        """Launch on memory that came before, as a loop's soon does; False where it did not."""
         if self.alone or launch.hooked() or torch.cuda.is_current_stream_capturing():
-            return None
+            return False
         key = tuple(bases)
         if key not in self.graphs:
             if len(_graphs) >= MOST_GRAPHS:
@@ -148,14 +146,22 @@ class Record:
         elif self.graphs[key] == _SEEN:
             try:
                 self.graphs[key] = Graph(functools.partial(self._on, bases))
-            except (OSError, RuntimeError):
+            except (OSError, RuntimeError, MemoryError):
                 self.graphs[key] = None
         found = self.graphs.get(key)
-        return found if isinstance(found, Graph) else None
+        if not isinstance(found, Graph):
+            return False
+        try:
+            found.launch(stream)
+        except MemoryError:  # which the driver takes for it; nothing was launched
+            self.graphs[key] = None
+            return False
+        return True
 
-    def _into(self, bases: list[int], stream: int) -> bool:
-        """Launch into the graph that the caller captures; False where the driver cannot."""
-        if launch.hooked():
+    def _into_graph(self, bases: list[int], stream: int) -> bool:
+        """Launch into the graph that the caller captures; False where there is none, or the driver
+        cannot."""
+        if launch.hooked() or not torch.cuda.is_current_stream_capturing():
             return False
         try:
             Lanes(stream)

@@ -15,6 +15,7 @@ import torch
 
 from nsa import launches
 from nsa.arrival import selection_waits
+from nsa.errors import must_raise
 from nsa.flags import Flags
 from nsa.kernels import graph, record, replay
 from nsa.kernels.launch import lane, launch
@@ -395,7 +396,27 @@ def test_a_lane_depends_on_what_was_before_the_fork(monkeypatch):
     assert last == [8]
 
 
-@pytest.mark.parametrize("why", ["hooked", "captured", "scratch", "refused"])
+@pytest.mark.parametrize("name, error, raised", [
+    ("CUDA_ERROR_ILLEGAL_ADDRESS", RuntimeError, True),
+    ("CUDA_ERROR_INVALID_VALUE", RuntimeError, False),
+    ("CUDA_ERROR_OUT_OF_MEMORY", MemoryError, True),
+])  # fmt: skip
+def test_the_drivers_errors_go_by_their_names(name, error, raised, monkeypatch):
+    """So that no other route hides what the process cannot recover from."""
+
+    def say(number, said):
+        said._obj.value = name.encode()
+
+    driver = SimpleNamespace(cuGraphLaunch=lambda *args: 9, cuGetErrorName=say)
+    monkeypatch.setattr(graph, "_loaded", driver)
+    with pytest.raises(error, match=f"cuGraphLaunch gave {name}") as caught:
+        graph._call("cuGraphLaunch")
+    assert must_raise(caught.value) == raised
+    with pytest.raises(RuntimeError, match="this driver has no cuMemsetD8Async"):
+        graph.zero(0, 1, 7)
+
+
+@pytest.mark.parametrize("why", ["hooked", "captured", "scratch", "refused", "no memory"])
 def test_launches_that_no_graph_holds_are_made_one_by_one(why, sums, played, graphs, monkeypatch):
     call, _ = played
     if why == "hooked":
@@ -405,6 +426,8 @@ def test_launches_that_no_graph_holds_are_made_one_by_one(why, sums, played, gra
     if why == "scratch":
         sums.kernel.metadata = SimpleNamespace(global_scratch_size=8, profile_scratch_size=0)
         call, _ = counted(chain(sums))
+    if why == "no memory":
+        monkeypatch.setattr(FakeGraph, "launch", mock.Mock(side_effect=MemoryError))
     if why == "refused":
         monkeypatch.setattr(FakeGraph, "__init__", mock.Mock(side_effect=RuntimeError))
     for _ in range(9):
