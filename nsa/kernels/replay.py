@@ -136,27 +136,27 @@ class Record:
         if self.alone or launch.hooked() or torch.cuda.is_current_stream_capturing():
             return False
         key = tuple(bases)
-        if key not in self.graphs:
+        found = self.graphs.get(key, "")  # asked once: another thread may clear it any time
+        if found == "":
             if len(_graphs) >= MOST_GRAPHS:
                 for kept in _graphs:
                     kept.clear()
                 _graphs.clear()
             self.graphs[key] = _SEEN
             _graphs.append(self.graphs)
-        elif self.graphs[key] == _SEEN:
-            try:
-                self.graphs[key] = Graph(functools.partial(self._on, bases))
-            except (OSError, RuntimeError, MemoryError):
-                self.graphs[key] = None
-        found = self.graphs.get(key)
-        if not isinstance(found, Graph):
             return False
         try:
-            found.launch(stream)
+            if found == _SEEN:
+                found = self.graphs[key] = Graph(functools.partial(self._on, bases))
+            if isinstance(found, Graph):
+                found.launch(stream)
         except MemoryError:  # which the driver takes for it; nothing was launched
-            self.graphs[key] = None
-            return False
-        return True
+            found = self.graphs[key] = None
+        except (OSError, RuntimeError):
+            if isinstance(found, Graph):
+                raise
+            found = self.graphs[key] = None
+        return found is not None
 
     def _into_graph(self, bases: list[int], stream: int) -> bool:
         """Launch into the graph that the caller captures; False where there is none, or the driver
