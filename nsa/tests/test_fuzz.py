@@ -166,6 +166,16 @@ def test_an_error_ends_the_run_and_nothing_that_ran_is_no_success(
     assert told in printed and printed.count("FAULT") == (code == 1)
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_a_shared_cards_lack_of_memory_is_no_fault(others, monkeypatch):
+    monkeypatch.setattr(fuzz, "check", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of")))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20 if others else 90)
+    run = fuzz.Run("cuda", fuzz.Space.of("cpu", ["reference"]), None)
+    run.round("choice", 0, 2)
+    assert bool(run.faults) != others and bool(run.refused) == others and not run.examples
+
+
 def test_time_is_kept(monkeypatch):
     """No example begins once it is over, none of an operation without a route."""
     clock = iter(range(10_000))

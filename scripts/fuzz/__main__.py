@@ -170,6 +170,12 @@ class Fault(NamedTuple):
         return f"{where}{kind}: {self.error}\n  again by: {command}"
 
 
+def _shared() -> bool:
+    """Whether others have a quarter of the card's memory: what is lacking says nothing then."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved() > total // 4
+
+
 class Run:
     """Runs rounds of examples until the time is over, and counts what came of them."""
 
@@ -206,6 +212,10 @@ class Run:
         except RouteUnavailable as error:
             self.refused[f"{case.operation} on {error}"] += 1
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) and _shared():
+                torch.cuda.empty_cache()
+                self.refused["memory that others on this card have"] += 1
+                return
             if self._fault is None:
                 self._since = time.monotonic()
             self._fault = Fault(case, error, self.device)
