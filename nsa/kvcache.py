@@ -487,7 +487,7 @@ def _check_new(new: Given, held: Given, q: Tensor, phi: Given, cmp: Given) -> No
             theirs = new[selected]
             if held[name] is held[selected] and theirs is not None and x is not theirs:
                 raise ValueError(f"{name} must be {selected} or None: both have one cache")
-        elif name[2:] == "sel" or held[name] is not held[f"{name[0]}_sel"]:
+        elif name == selected or held[name] is not held[selected]:
             raise ValueError(f"{name} must be given where k_sel is: its cache is another one")
     made, given = (any(x is not None for x in pair.values()) for pair in (phi, cmp))
     if made == given:
@@ -583,12 +583,14 @@ def reorder_kvcache(
     partial = lens[:, 0] % page_size > 0
     to, source = (pages.gather(1, last)[:, 0] for pages in (table, table[beam_idx]))
     # A sequence without such a page does what another does, or copies a page to itself.
-    some = partial.int().argmax()
+    some = partial.int().argmax(0, keepdim=True)  # an index by a 0-d tensor would read it
     source = torch.where(partial, source, to)
     to, source = (torch.where(partial, x, x[some]).clamp(min=0) for x in (to, source))
-    used = table[torch.arange(table.shape[1], device=table.device) * page_size < lens]
+    # Only values tell which pages are used, and an index by them would wait for a GPU's.
+    here = torch.arange(table.shape[1], device=table.device) * page_size < lens
+    used = table[here].tolist() if on_host else []
     for i, cache in enumerate(caches):
-        if on_host and not all(0 <= page < len(cache) for page in used.tolist()):
+        if not all(0 <= page < len(cache) for page in used):
             raise ValueError(
                 f"block_table must name pages of caches[{i}], which has {len(cache)}, got "
                 f"{block_table.tolist()}"

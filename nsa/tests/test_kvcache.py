@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import dispatch, kvcache, launches, nsa_with_kvcache, oracle, reorder_kvcache
 from nsa.cache import NSACache
 from nsa.compress import MLPCompression, mean_pool
 from nsa.config import NSAConfig
-from nsa.tests.helpers import TRITON, Watch, assert_raises, randn
+from nsa.tests.helpers import TRITON, assert_raises, randn
 
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=3, window=20)
 B, S, HQ, G, DK, DV, PAGE = 2, 64, 4, 2, 16, 24, 16
@@ -336,6 +337,16 @@ def test_beams_in_pages_that_do_not_exist_are_refused(table, length):
     assert cache[:, 0].flatten().tolist() == [0, 1, 2, 3]
 
 
+def test_beams_wait_for_no_value_of_a_gpu(monkeypatch):
+    cache, table = torch.arange(6.0)[:, None, None, None].repeat(1, 4, 1, 1), torch.arange(6)
+    table, lens, beams = table.view(2, 3), torch.tensor([6, 6]), torch.tensor([0, 0])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    with Waits() as waits:
+        reorder_kvcache(beams, cache, block_table=table, cache_seqlens=lens, page_size=4)
+    assert not waits.seen
+    assert table.tolist() == [[0, 1, 2], [0, 4, 5]] and cache[4].unique().tolist() == [1]
+
+
 def test_a_ring_is_no_page():
     """Though it has a page's shape, where there are as many pages as sequences."""
     x, page = {n: zeros(2, 1, G, DK) for n in ("k_sel", "v_sel", "k_cmp", "v_cmp")}, 32
@@ -524,18 +535,17 @@ def test_a_prompt_of_many_tokens_needs_no_step(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_reads_no_value(kind, kernel_device, monkeypatch):
     """Lengths, page numbers and what is due are known on the device alone."""
-    waits = "_local_scalar_dense", "nonzero", "aten.equal", "masked_select", "unique"
     like = torch.float16, kernel_device
-    tokens, caches, seen = Tokens(*like), Caches(kind, *like), []
+    tokens, caches = Tokens(*like), Caches(kind, *like)
     caches.call([0, 0], tokens.part([0, 0], 30))
     monkeypatch.setattr(kvcache, "_check_values", lambda *_: None)  # which a GPU's calls leave out
     monkeypatch.setattr(kvcache, "_read", lambda *_: pytest.fail("a value is read"))
     x, want = tokens.part([30, 27], 3), tokens.expected()
     given = dict(phi_k=phi, phi_v=phi, backend="triton", flags=TRITON)
     given["cache_seqlens"] = torch.tensor([30, 27], dtype=torch.int32, device=kernel_device)
-    with Watch(lambda func, _: seen.append(str(func))):
+    with Waits() as waits:
         out = nsa_with_kvcache(**caches.all, **x, **caches.options, **SIZES, **given)
-    assert not [name for name in seen if any(word in name for word in waits)]
+    assert not waits.seen
     close(out, rows(want, [30, 27], 3), 6e-3)
 
 
@@ -572,6 +582,23 @@ def test_a_graph_serves_every_length(cuda):
             caches.table[0, 1] = free
         graph.replay()
         close(out, want[:, n : n + 1], 6e-3)
+
+
+class Waits(TorchDispatchMode):
+    """Names the operations in the block that wait for a value, as an index by a mask does."""
+
+    WAITS = "_local_scalar_dense", "nonzero", "aten.equal", "masked_select", "unique"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        indices = args[1] if func is torch.ops.aten.index.Tensor else ()
+        by_mask = any(x is not None and x.dtype == torch.bool for x in indices)
+        if by_mask or any(word in str(func) for word in self.WAITS):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def zeros(*shape: int) -> Tensor:
