@@ -101,9 +101,11 @@ class ParallelNSACache(NSACache):
         def describe() -> dict[str, Any]:
             NSACache.__init__(self, config, batch, max_len, **how)
             mine = {name: getattr(self, name) for name in _SETTINGS}
-            return {**mine, "device type": self.device.type}
+            descales = [getattr(self, name).tolist() for name in self._descales()]
+            return {**mine, "device type": self.device.type, "descales": descales}
 
-        exchange.agree_on(describe, (*_SETTINGS, "device type"), self.group, "cache")
+        names = (*_SETTINGS, "device type", "descales")
+        exchange.agree_on(describe, names, self.group, "cache")
 
     def _empty(self, batch: int, max_len: int) -> NSACache:
         how: dict[str, Any] = dict(device=self._like["device"], dtype=self.dtype)

@@ -508,6 +508,7 @@ BAD_STEPS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tokens": (_DIFFER, "'T': 2", {"T": 2}),
     "lengths": ("ranks must agree on lengths: rank", "here [4]", {"prompt": 4}),
     "device": ("ranks must agree on device type: rank", "here meta", {"device": "meta"}),
+    "descale": ("ranks must agree on descales: rank", "here [[[2.0, 2.0]]", {"k_descale": 2.0}),
     "scale": (_DIFFER, "'softmax_scale': 0.5", {"decode": {"softmax_scale": 0.5}}),
     "backend": (_DIFFER, "'backend': 'triton'", {"decode": {"backend": "triton"}}),
     "flags": (_DIFFER, "'flags': 3", {"decode": {"flags": 3}}),
@@ -542,6 +543,7 @@ def _run_bad_step(kind: str, rank: int, world: int) -> str:
     """One rank, or all, pass something wrong. The text of this rank's error."""
     wrong = rank == world - 1 or kind in _STEPS_EVERYWHERE
     how = dict(config=CONFIG, batch=1, max_len=64, T=1, prompt=3, q=lambda q: q, decode={})
+    how |= FP8 if kind == "descale" else {}
     how |= {"layer": NSAAttention.step, **(BAD_STEPS[kind][2] if wrong else {})}
     T, prompt, of_q, decode, run = (how.pop(n) for n in ("T", "prompt", "q", "decode", "layer"))
     x = _tokens(1, 30, F32)
