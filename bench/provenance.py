@@ -48,7 +48,8 @@ def described(folder: Path) -> str | None:
 
 
 def _git(folder: Path, *args: str) -> str | None:
-    """What git answers of a folder, None without one; a hook's variables mean another one."""
+    """Return git's answer about a folder, None where it has none. Variables GIT_* are left out: a
+    hook sets them, and they name its own repository."""
     environ = {name: v for name, v in os.environ.items() if not name.startswith("GIT_")}
     how: dict[str, Any] = dict(capture_output=True, timeout=20, env=environ)
     try:

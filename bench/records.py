@@ -357,7 +357,7 @@ def _target(text: str, folder: bool) -> Path:
         real = path.resolve()
         above = next(p for p in real.parents if p.exists())
         good = not real.exists() or (real.is_dir() == folder and os.access(real, os.W_OK))
-        if not (folder and real.exists()) and (real.is_file() or not real.exists()):
+        if real.is_file() or not real.exists():  # it is made, or made anew, beside its neighbours
             good &= above.is_dir() and os.access(above, os.W_OK)
     except (OSError, ValueError, RuntimeError, StopIteration):  # no such name, a loop of links
         good = False
@@ -469,15 +469,19 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     return out.getvalue()
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text` as a whole: a reader sees the old file or the new one. Its folder is
-    made; nothing else stays on failure. A link is replaced, not followed."""
+def write_atomic(path: Path, content: str | bytes, mode: int | None = None) -> None:
+    """Replace `path` by `content` as a whole: a reader sees the old file or the new one. Its folder
+    is made; nothing else stays on failure. A link is replaced, not followed. mode: permissions,
+    None for those of a new file."""
+    data = content if isinstance(content, bytes) else content.encode("utf-8", errors="replace")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with os.fdopen(fd, "w", encoding="utf-8", errors="replace", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(fd, "wb") as file:
+            if mode is not None:
+                os.fchmod(fd, mode)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -495,10 +499,7 @@ def write_target(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8", errors="replace", newline="\n")
             return
-        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
-        write_atomic(path, text)
-        if mode is not None:
-            path.chmod(mode)
+        write_atomic(path, text, stat.S_IMODE(path.stat().st_mode) if path.exists() else None)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
 

@@ -282,12 +282,11 @@ def propose_config(
     if device in devices:
         first, mine = _children(mapping)[device]
         end, known = _line_after(mine), _children(mine)
-        head = lines[first]
         if not known or mine.flow_style:  # {key: value} on one line
-            head = made(" " * 4, {device: None}).removesuffix(" null")
             head += lines[end - 1][mine.end_mark.column :].rstrip()
             kept = [made(" " * 6, {k: v}) for k, v in entry.items() if k not in settings]
         else:
+            head = lines[first]
             other = {line for k, (line, _) in known.items() if k in settings or k not in entry}
             kept = [lines[i] for i in range(first + 1, end) if i not in other]
     lines[first:end] = [head, *kept, *fresh]

@@ -30,8 +30,8 @@ _MODULES = ("compress", "generate", "layouts", "parallel")  # public, by their o
 
 __all__ = ["__version__", *_WHERE]
 
-# What type checkers and editors see, of which a test says that it is all; they are not shown
-# __getattr__, after which every other name would be one of Any.
+# Type checkers and editors read these imports; a test checks that none of the public names is
+# missing. They do not see __getattr__, with which they would take any other name for an Any.
 if TYPE_CHECKING:
     from nsa import compress as compress
     from nsa import generate as generate

@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from nsa.checks import MOST_FP32
+
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 LEAST_DESCALE = 2.0**-149  # of fp32
@@ -39,7 +41,7 @@ def descale_of(
     if descale is None:
         descale = 1.0
     if isinstance(descale, (int, float)) and not isinstance(descale, bool):
-        if not LEAST_DESCALE <= descale <= torch.finfo(torch.float32).max:
+        if not LEAST_DESCALE <= descale <= MOST_FP32:
             raise ValueError(f"{name} must be above 0 and finite in fp32, got {descale}")
         return torch.full((batch, groups), descale, dtype=torch.float32, device=device)
     if not isinstance(descale, Tensor) or descale.dtype != torch.float32:

@@ -26,7 +26,7 @@ if ! command -v "$starter" >/dev/null; then
   exit 3
 fi
 if ! why="$("$starter" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>&1)"; then
-  fatal="$(grep -m 1 '^Fatal Python error' <<<"$why" || true)"
+  fatal="$(sed -n '/^Fatal Python error/{p;q;}' <<<"$why")"
   why="${fatal:-${why##*$'\n'}}"
   if [[ -n "$why" ]]; then why="cannot start: $why"; else why="is older than Python 3.8"; fi
   say "$(command -v "$starter") $why"

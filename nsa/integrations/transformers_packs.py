@@ -117,7 +117,8 @@ def nsa_mask(
         return numbers
     if attention_mask is None:
         return None
-    # As for dense attention: columns behind a narrow mask are padding, those of a wide one to come.
+    # Dense attention does the same: what a narrow mask lacks is padding, and what a wide one has
+    # more than there are keys is of tokens to come.
     numbers = F.pad(attention_mask, (0, kv_length - attention_mask.shape[-1]))
     return None if bool(numbers.all()) else numbers
 

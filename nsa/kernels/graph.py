@@ -78,7 +78,7 @@ class Lanes:
 
 
 class Graph:
-    """What launch_on(stream) launches, to be launched again, on the same memory.
+    """A CUDA graph of what launch_on(stream) launches: launch() does so again, on the same memory.
 
     Raises OSError, RuntimeError or MemoryError where it cannot be captured; nothing runs then.
     """

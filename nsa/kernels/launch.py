@@ -106,8 +106,8 @@ def recorded(recorder: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lane() -> Iterator[None]:
-    """What is launched in the block neither needs nor disturbs what is in lane() blocks right
-    before or behind this one, so that a call which is played again makes them side by side."""
+    """Mark launches that neither need nor disturb those of the lane() blocks right before and
+    behind this one: when the call is played again, such blocks run side by side."""
     recorder = _state.recorder
     if recorder is None:
         yield

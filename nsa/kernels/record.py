@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
         self.lane: Lane | None = None
 
     def fork(self) -> None:
-        """What is launched from here to join() goes beside the forks right before it."""
+        """Begin a lane: launches up to join() may run beside those of the lanes right before it."""
         beside = self.steps[-1].lane if self.steps else None
         self.lane = (len(self.steps), 0) if beside is None else (beside[0], beside[1] + 1)
 

@@ -119,7 +119,11 @@ class Record:
     def _launch(self, bases: list[int], room: Tensor | None, made: dict[int, Tensor]) -> None:
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
-        if not (self._by_graph(bases, stream) or self._into_graph(bases, stream)):
+        done = False
+        if not launch.hooked():  # a hook is told of every launch
+            capturing = torch.cuda.is_current_stream_capturing()
+            done = (self._into_graph if capturing else self._by_graph)(bases, stream)
+        if not done:
             for step in self.steps:
                 if isinstance(step, Step):
                     launch.run(step.made, step.grid, stream, step.prepared(bases))
@@ -133,7 +137,7 @@ class Record:
 
     def _by_graph(self, bases: list[int], stream: int) -> bool:
         """Launch on memory that came before, as a loop's soon does; False where it did not."""
-        if self.alone or launch.hooked() or torch.cuda.is_current_stream_capturing():
+        if self.alone:
             return False
         key = tuple(bases)
         found = self.graphs.get(key, "")  # asked once: another thread may clear it any time
@@ -147,7 +151,8 @@ class Record:
             return False
         try:
             if found == _SEEN:
-                found = self.graphs[key] = Graph(functools.partial(self._on, bases))
+                captured = lambda on: self._on(bases, on, Lanes(on))
+                found = self.graphs[key] = Graph(captured)
             if isinstance(found, Graph):
                 found.launch(stream)
         except MemoryError:  # which the driver takes for it; nothing was launched
@@ -159,20 +164,16 @@ class Record:
         return found is not None
 
     def _into_graph(self, bases: list[int], stream: int) -> bool:
-        """Launch into the graph that the caller captures; False where there is none, or the driver
-        cannot."""
-        if launch.hooked() or not torch.cuda.is_current_stream_capturing():
-            return False
+        """Launch into the graph that the caller captures; False where the driver cannot."""
         try:
-            Lanes(stream)
+            lanes = Lanes(stream)
         except (OSError, RuntimeError):
             return False
-        self._on(bases, stream)
+        self._on(bases, stream, lanes)
         return True
 
-    def _on(self, bases: list[int], stream: int) -> None:
-        """Launch on a stream that captures."""
-        lanes = Lanes(stream)
+    def _on(self, bases: list[int], stream: int, lanes: Lanes) -> None:
+        """Launch on a stream that captures; lanes: that stream's."""
         for step in self.steps:
             lanes.to(step.lane)
             if isinstance(step, Step):

@@ -221,8 +221,8 @@ TOGETHER = pytest.mark.parametrize("case, by", [
 
 @TOGETHER
 def test_what_a_neighbour_sees_changes_no_bit(case, by, device, request, monkeypatch):
-    """Of the output and dQ, where PyTorch asks for deterministic algorithms: tiles of queries would
-    go again by other arithmetic, which in the interpreter gives the same bits."""
+    """Where PyTorch asks for deterministic algorithms, output and dQ keep their bits. No kernel may
+    run that does whole tiles anew: its arithmetic is another one, but not in the interpreter."""
     x = Problem(case, "random", device, monkeypatch)
     if by == "key_tiles":
         request.getfixturevalue("key_tiles")

@@ -180,12 +180,14 @@ def _prefill_bwd(
         grad_out, (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win), gates, any_negative,
         cu_seqlens,
     )  # fmt: skip
+    of_compressed = one_pass(q, k_cmp, v_cmp, grad_out, use_gluon)
+    if whole:
+        of_selection = one_pass(q, k_sel, v_sel, grad_out, use_gluon)
+    else:
+        of_selection = hopper.block_backward(q, k_sel, v_sel, grad_out, s["l_sel"], use_gluon)
     # Kernels that add to dQ by atomics do so in any order, others one after another.
-    of_both = one_pass(q, k_cmp, v_cmp, grad_out, use_gluon) and (
-        one_pass(q, k_sel, v_sel, grad_out, use_gluon) if whole
-        else hopper.block_backward(q, k_sel, v_sel, grad_out, s["l_sel"], use_gluon)
-    )  # fmt: skip
-    beside = lane if of_window and of_both else contextlib.nullcontext
+    by_atomics = of_window and of_compressed and of_selection
+    beside = lane if by_atomics else contextlib.nullcontext
     with beside():
         _, dk_win, dv_win = span_attention_bwd(
             grad_out, q, k_win, v_win, o_win, lses[WIN], sliding, softmax_scale, cu_seqlens,
@@ -197,8 +199,8 @@ def _prefill_bwd(
         if whole:
             of_sel, dk_sel, dv_sel = span_attention_bwd(
                 grad_out, q, k_sel, v_sel, o_sel, lses[SEL], whole, softmax_scale, cu_seqlens,
-                cu_seqlens, delta=deltas[SEL], dq=acc, q_start=q_start, use_gluon=use_gluon,
-                any_negative=any_negative,
+                cu_seqlens, delta=deltas[SEL], dq=acc, q_start=q_start, any_negative=any_negative,
+                chosen=of_selection,
             )  # fmt: skip
         else:
             of_sel, dk_sel, dv_sel = block_attention_bwd(
@@ -211,7 +213,7 @@ def _prefill_bwd(
         _, dk_cmp, dv_cmp = span_attention_bwd(
             grad_out, q, k_cmp, v_cmp, o_cmp, lses[CMP], Span(COMPRESSED, s["l"], s["d"]),
             softmax_scale, cu_seqlens, cu_seqlens_cmp, delta=deltas[CMP], dq=acc, q_start=q_start,
-            use_gluon=use_gluon, any_negative=any_negative,
+            any_negative=any_negative, chosen=of_compressed,
         )  # fmt: skip
     dq = rounded(of_sel, softmax_scale, q, None if of_sel is acc else acc)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates

@@ -116,12 +116,5 @@ def pack(folder: Path) -> tuple[Path, str, int]:
         size = f"{len(data) / 2**20:.1f} MiB"
         raise ValueError(f"the archive is {size}, over the limit of {REFUSE_BYTES // 2**20} MiB")
     target = archive(folder)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, target)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    write_atomic(target, data)
     return target, hashlib.sha256(data).hexdigest(), len(data)

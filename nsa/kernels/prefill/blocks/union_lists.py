@@ -144,7 +144,9 @@ def lists_for(kernel: str, q: Tensor, by: Selection) -> UnionLists | None:
     groups, n_sel = by.blocks.shape[-2:]
     tokens, n_pad = q.numel() // (q.shape[-2] * q.shape[-1]), pow2(n_sel)
     queries, heads = tile_shape(arch, q.shape[-2] // groups, size)
-    if by.softmax_scale <= 0 or by.strict or not queries or not n_sel:  # maxima are not scaled
+    if by.softmax_scale <= 0:  # the maximum is of unscaled scores
+        return None
+    if by.strict or not queries or not n_sel:
         return None
     tiles = cdiv(tokens, queries)
     if arch and tiles * groups < MIN_TILES or queries * n_pad > MOST_ENTRIES:
