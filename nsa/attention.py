@@ -572,8 +572,6 @@ def _append_kind(
 
 
 def _may_append(cache: NSACache, backend: Backend | None, flags: Flags) -> bool:
-    if cache.parallel:  # whose tokens have places that the kernel does not know
-        return False
     kind = _append_kind(cache, backend, flags)
     if cache.k_descale is not None and (kind[1].capability or (9, 0)) < (8, 9):
         return False  # without instructions for e4m3

@@ -38,6 +38,7 @@ class CacheRows:
     ring: bool
     k_descale: Tensor | None
     v_descale: Tensor | None
+    world, rank = 1, 0  # of the ranks over which selection's and compressed tokens lie
 
     def _rows_at(self, name: str, positions: Tensor) -> Tensor:
         """Rows of the cache `name`, flattened over its first two dimensions, that hold `positions`

@@ -201,18 +201,19 @@ class ParallelNSACache(NSACache):
             "spans", lens, first, q.shape[1], c, rank, self.world, self.k_win.shape[1]
         )
         with_lse = dict(how, return_lse=True)
-        k_cmp, v_cmp = self._numbers("cmp", rows)
+        k_cmp, v_cmp = self._numbers(by, "cmp", rows, cmp_spans)
         cmp, lse = selection_attention(q, k_cmp, v_cmp, ranges=cmp_spans, **with_lse)
         normalisers = exchange.all_gather(lse[None], group, "normalisers")
         if window is None:
-            win = selection_attention(q, *self._numbers("win"), ranges=win_spans, **how)
+            near = self._numbers(by, "win", self.k_win.shape[1])
+            win = selection_attention(q, *near, ranges=win_spans, **how)
         else:
             win = sliding_attention(q, *window, window=c.window, **how)
         lses = exchange.finish(normalisers)
         p = by("probabilities", q, k_cmp, lses, cmp_spans, rows, how["softmax_scale"])
         every = exchange.finish(exchange.all_gather(p[None], group, "probabilities"))
         chosen, sel_spans = by("choose", every, lens, first, c, rank)
-        sel, lse_sel = self._selected(q, sel_spans, with_lse)
+        sel, lse_sel = self._selected(by, q, sel_spans, with_lse)
         parts = lse.new_empty(1, 2, *cmp.shape[:-1], c.d_v + 1)
         for part, out, of in ((parts[0, 0], cmp, lse), (parts[0, 1], sel, lse_sel)):
             part[..., :-1] = out
@@ -220,36 +221,31 @@ class ParallelNSACache(NSACache):
         parts = exchange.finish(exchange.all_gather(parts, group, "outputs"))
         return by("merge", parts, win, gates), chosen
 
-    def _numbers(self, kind: str, rows: int | None = None) -> tuple[Tensor, Tensor]:
+    def _numbers(
+        self, by: Any, kind: str, size: int, spans: Tensor | None = None, apart: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values of a branch as attention takes them. Of FP8 they are made anew in every
-        step, which only compressed ones, a sixteenth of all, and the window can afford."""
-        if self.k_descale is None:
-            return getattr(self, f"k_{kind}"), getattr(self, f"v_{kind}")
-        read = lambda name: self._read(name, getattr(self, name)[:, :rows])
-        return read(f"k_{kind}"), read(f"v_{kind}")
+        step, which only compressed ones, a sixteenth of all, the window and chosen blocks can
+        afford."""
+        k, v = getattr(self, f"k_{kind}"), getattr(self, f"v_{kind}")
+        if not self._descales():
+            return k, v
+        return by("numbers", k, v, *self.descales, self.dtype, size, spans, apart)
 
-    def _selected(self, q: Tensor, spans: Tensor, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _selected(
+        self, by: Any, q: Tensor, spans: Tensor, how: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         """Attention to the rows of k_sel and v_sel in spans [B, T, G, n_sel, 2], and its lse. Of
         FP8 each query's own rows become numbers, as if it were a sequence."""
-        if self.k_descale is None:
+        if not self._descales():
             return selection_attention(q, self.k_sel, self.v_sel, ranges=spans, **how)
-        B, T, G, n, _ = spans.shape
-        size = self.config.l_sel
-        first, end = spans.long().unbind(-1)
-        rows = (first[..., None] + torch.arange(size, device=q.device)).flatten(3)  # [B, T, G, N]
-        rows = rows.clamp(max=self.k_sel.shape[1] - 1).transpose(2, 3).flatten(1, 2)  # [B, T*N, G]
-        batch = torch.arange(B, device=q.device)[:, None, None]
-        group = torch.arange(G, device=q.device)
-
-        def own(name: str) -> Tensor:
-            stored = fp8.as_bytes(getattr(self, name))[batch, rows, group].view(fp8.E4M3)
-            return self._read(name, stored).unflatten(1, (T, n * size)).flatten(0, 1)
-
-        begin = torch.arange(n, device=q.device) * size
-        ranges = torch.stack([begin.expand_as(first), begin + end - first], -1).int()
-        alone = q.flatten(0, 1)[:, None], own("k_sel"), own("v_sel")
-        out, lse = selection_attention(*alone, ranges=ranges.flatten(0, 1)[:, None], **how)
-        return out.view(B, T, *out.shape[2:]), lse.view(B, T, -1)
+        T, size = q.shape[1], self.config.l_sel
+        begin = torch.arange(spans.shape[3], device=q.device, dtype=torch.int32) * size
+        ends = begin + spans[..., 1] - spans[..., 0]
+        ranges = torch.stack([begin.expand_as(ends), ends], -1).flatten(0, 1)[:, None]
+        alone = q.flatten(0, 1)[:, None], *self._numbers(by, "sel", size, spans, True)
+        out, lse = selection_attention(*alone, ranges=ranges, **how)
+        return out.view(-1, T, *out.shape[2:]), lse.view(-1, T, lse.shape[-1])
 
     def _by(self, q: Tensor, backend: Backend | None, flags: Flags, name: str, *args: Any) -> Any:
         """Function `name` of this module, or the kernel of that name where kernels serve q."""
@@ -332,6 +328,35 @@ def choose(
     other = (chosen < 0) | (chosen % world != rank)
     own = torch.stack([start, start + length], -1).masked_fill(other[..., None], 0)
     return chosen, own.int()
+
+
+def numbers(
+    k: Tensor, v: Tensor, k_descale: Tensor, v_descale: Tensor, dtype: torch.dtype, size: int,
+    spans: Tensor | None, apart: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What rows of e4m3 k and v [B, R, G, D] stand for, in dtype. apart: those in each query's
+    spans [B, T, G, n, 2] of at most `size` rows, [B * T, n * size, G, D], with zeros behind a
+    shorter one's. Else the first `size` rows, [B, size, G, D]; with spans nobody reads those
+    behind the first span of a sequence's last query."""
+    caches = (k, k_descale), (v, v_descale)
+    if not apart:
+        k, v = (fp8.dequantize(x[:, :size], descale, dtype) for x, descale in caches)
+        return k, v
+    assert spans is not None
+    B, T, G, n, _ = spans.shape
+    first, end = spans.long().unbind(-1)
+    rows = first[..., None] + torch.arange(size, device=k.device)  # [B, T, G, n, size]
+    there = (rows < end[..., None]).movedim(2, 4).reshape(B * T, n * size, G, 1)
+    rows = rows.clamp(max=k.shape[1] - 1).flatten(3).transpose(2, 3).flatten(1, 2)
+    batch = torch.arange(B, device=k.device)[:, None, None]
+    group = torch.arange(G, device=k.device)
+
+    def own(x: Tensor, descale: Tensor) -> Tensor:
+        some = fp8.as_bytes(x)[batch, rows, group].view(fp8.E4M3)  # [B, T * n * size, G, D]
+        some = fp8.dequantize(some, descale, dtype)
+        return some.view(B * T, n * size, G, -1).masked_fill(~there, 0)
+
+    return own(*caches[0]), own(*caches[1])
 
 
 def merge(parts: Tensor, win: Tensor, gates: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from nsa.config import NSAConfig
 from nsa.flags import Flags
 from nsa.kernels.decode import emit
 from nsa.module import GateMLP, NSAAttention
+from nsa.parallel_cache import ParallelNSACache
 from nsa.rotary import turn
 from nsa.routes import RouteUnavailable
 from nsa.tests.helpers import TRITON, assert_raises, left_for_the_collector, randn
@@ -121,6 +122,35 @@ def test_one_launch_and_what_is_due_are_pytorchs(config, T, end, always, phi, dt
         torch.testing.assert_close(got[~made], was[~made], rtol=0, atol=0, equal_nan=True)
         case = f"compress/{phi}-{name[0]}{got.shape[-1]}-l{l}-T{T}"
         parity(case, got[made], want[made], same[made], counts, kernels)
+
+
+class OneOfRanks(ParallelNSACache):
+    """What rank `rank` of `world` keeps, of which none exchanges anything."""
+
+    def __init__(self, config, batch, max_len, world, rank, **how):
+        self.world, self.rank = world, rank
+        NSACache.__init__(self, config, batch, max_len, **how)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("phi, stored", [("mlp", "auto"), ("mean", "auto"), ("mlp", "fp8_e4m3")])
+def test_each_rank_keeps_what_pytorch_has_it_keep(phi, stored, kernel_device):
+    layer = layer_of(SMALL, kernel_device, F16, phi)
+    lengths, kept = [0, 7, 33], dict(device=kernel_device, dtype=F16, kv_cache_dtype=stored)
+    for rank in (0, 2):
+        pair = [OneOfRanks(SMALL, 3, 60, 3, rank, **kept) for _ in range(2)]
+        for cache in pair:
+            cache.lengths, cache.emit_always = list(lengths), True
+            cache.lens.copy_(torch.tensor(lengths))
+        for seed in range(2):
+            for cache, by_kernel in zip(pair, (True, False), strict=True):
+                appended(layer, cache, tokens(layer, 3, 8, seed), by_kernel)
+        for name in BUFFERS:
+            one, other = (getattr(c, name).float() for c in pair)
+            if name[2:] in ("sel", "cmp"):  # the last row takes what others keep
+                one, other = one[:, :-1], other[:, :-1]
+                assert other.any()
+            torch.testing.assert_close(one, other, rtol=0.13 if "8" in stored else 2e-3, atol=2e-3)
 
 
 @pytest.mark.core

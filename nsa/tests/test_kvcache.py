@@ -486,8 +486,9 @@ def test_a_kernel_writes_no_row_that_is_not_there(table, kernel_device, monkeypa
     caches = [*pages[:2], None, None]
     write.write_new(lens, [*new, *new[:2]], [*caches, *pages[2:4]], (lens, lens), table, False)
     where = SimpleNamespace(
-        **dict(zip(("k_raw", "v_raw", "k_cmp", "v_cmp"), pages[2:], strict=True)), lens=lens,
-        sizes=dict(l=8, d=4), max_len=400, descales=(lens, lens), block_table=table, ring=False,
+        world=1, rank=0, **dict(zip(("k_raw", "v_raw", "k_cmp", "v_cmp"), pages[2:], strict=True)),
+        lens=lens, sizes=dict(l=8, d=4), max_len=400, descales=(lens, lens), block_table=table,
+        ring=False,
     )  # fmt: skip
     made = torch.ones(5, 1, 8, **like)
     emit.emit_due(lens, where, made, made, 5, 20)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.decode.tile import store_rows
+from nsa.kernels.decode.tile import rank_row, store_rows
 from nsa.kernels.launch import by_layout, launch_planned, on_its_device
 from nsa.kernels.tiles import cdiv, pow2
 from nsa.untraced import untraced
@@ -89,14 +89,15 @@ def _decode_append_kernel(
     T, HQ, G, raw_rows, sel_rows, win_rows, hidden_width,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_H: tl.constexpr, GATES: tl.constexpr, DEPTH: tl.constexpr, COUNTER: tl.constexpr,
+    SEL_BLOCK: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """QKV [B, T, ..]: of each token HQ * D queries, 3 (raw, sel, win) * G * D keys and 3 * G * DV
     values. HIDDEN [B, T, hidden_width]: the gates' hidden layer before silu.
 
     Programs of a token: BLOCK_H heads of Q each, then of K by branch, then of V by branch, then
     GATES of its 3 * HQ gates each. Position p of a ring lies in row p % rows; the other cache has
-    a row per position. LENS [B] grows by T once all programs of a sequence have read it, which
-    they count in COUNTERS [B, G, 32].
+    a row per position, over ranks by rank_row(). LENS [B] grows by T once all programs of a
+    sequence have read it, which they count in COUNTERS [B, G, 32].
     """
     token = tl.program_id(0)
     part = tl.program_id(1)
@@ -130,7 +131,7 @@ def _decode_append_kernel(
             k_out = K_RAW
             v_out = V_RAW
         elif branch == 1:
-            first = batch * sel_rows + position
+            first = batch * sel_rows + rank_row(position, sel_rows, SEL_BLOCK, WORLD, RANK)
             k_out = K_SEL
             v_out = V_SEL
         else:
@@ -155,7 +156,7 @@ def _decode_append_kernel(
 
 @functools.cache
 def _append_plan(
-    c: NSAConfig, device: torch.device, hidden: int
+    c: NSAConfig, device: torch.device, hidden: int, world: int, rank: int
 ) -> tuple[int, dict[str, int], dict]:
     """(programs of a token, constants, by layout of the arguments what launch_planned() keeps).
     hidden: width of the gates' hidden layer, 0 for a launch without gates."""
@@ -164,7 +165,8 @@ def _append_plan(
         parts += cdiv(3 * c.heads, GATES)
     return parts, dict(
         D=c.d_k, DV=c.d_v, BLOCK_HALF=pow2(c.d_k // 2), BLOCK_DV=pow2(c.d_v), BLOCK_H=BLOCK_H,
-        GATES=GATES, DEPTH=min(pow2(hidden), DEPTH), COUNTER=COUNTER, num_warps=1,
+        GATES=GATES, DEPTH=min(pow2(hidden), DEPTH), COUNTER=COUNTER,
+        SEL_BLOCK=c.l_sel if world > 1 else 1, WORLD=world, RANK=rank, num_warps=1,
     ), {}  # fmt: skip
 
 
@@ -194,7 +196,7 @@ def append_turned(
         hidden, weight, bias = (x.contiguous() for x in gate)
         gates = torch.empty(batch, tokens, c.heads, 3, dtype=hidden.dtype, device=qkv.device)
         width, more = hidden.shape[-1], (hidden, weight, bias, gates)
-    parts, sizes, layouts = _append_plan(c, qkv.device, width)
+    parts, sizes, layouts = _append_plan(c, qkv.device, width, cache.world, cache.rank)
     buffers = cache.k_raw, cache.v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
     rows = cache.k_raw.shape[1], cache.k_sel.shape[1], cache.k_win.shape[1]
     tensors = (

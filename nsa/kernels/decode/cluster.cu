@@ -319,64 +319,88 @@ struct Sums {
   }
 };
 
-// Keys begin..end of the unit are seen. p: the probabilities, relative to sums.m. scale: of the
-// scores of this thread's two heads.
+// N units, of which keys begin..end are seen. p: the probabilities, relative to sums.m. scale: of
+// the scores of this thread's two heads.
 // Thread t of a head has columns 8 i + 2 t and the next in Sums.o[i]. With FP8 a register holds four
 // numbers: of each 16 columns 4 t and 4 t + 2 are in an even o[i], 4 t + 1 and 4 t + 3 in the next,
 // and queries have another order of columns, see convert_queries().
+template <int N>
 __device__ __forceinline__ void attend(
-    Sums &sums, float (&p)[2][4], u32 q, u32 k, int begin, int end, const float (&scale)[2]) {
+    Sums &sums, float (&p)[N][2][4], u32 q, const u32 (&unit)[N], const u32 (&ends)[N],
+    const float (&scale)[2]) {
   const int lane = threadIdx.x % 32, row = lane % 16;
-  const u32 v = k + UNIT * ROW;
   const u32 at_q = q + row * DV * 2 + ((lane / 16 ^ (row & 7)) << 4);
-  const u32 at_k = k + (row & 7) * ROW + ((lane / 8 ^ SWIZZLE(row & 7, CHUNKS)) << 4);
+  const u32 at_k = (row & 7) * ROW + ((lane / 8 ^ SWIZZLE(row & 7, CHUNKS)) << 4);
   const u32 more_q = q + 16 * DV * 2 + row * MORE * 2 + ((lane / 16 ^ (row & 7)) << 4);
-  const u32 more_k = k + 2 * UNIT * ROW + (row & 7) * MORE_ROW +
+  const u32 more_k = 2 * UNIT * ROW + (row & 7) * MORE_ROW +
                      ((lane / 8 ^ SWIZZLE(row & 7, MORE_ROW / 16)) << 4);
-  float s[2][4] = {}, more[2][4] = {};  // two sums: a product waits for the one before
+  // A product waits for the one before: sums of two units, or two of one.
+  float s[2][2][4] = {};
   const int columns = 64 / BYTES, steps = columns / 16;  // of four chunks of keys
 #pragma unroll
   for (int j = 0; j < D / columns; ++j) {
     const bool first = j < DV / columns;
     const u32 from_q = first ? at_q ^ (steps * j << 5) : more_q ^ (steps * j - DV / 16 << 5);
-    const u32 from_k = first ? at_k ^ (j << 6) : more_k ^ (j - DV / columns << 6);
-    u32 a[steps][4], b[2][4];
+    u32 a[steps][4];
 #pragma unroll
     for (int i = 0; i < steps; ++i) matrices(a[i], from_q ^ (i << 5));
-    matrices(b[0], from_k);
-    matrices(b[1], from_k + 8 * (first ? ROW : MORE_ROW));
+    u32 b[N][2][4];
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
+    for (int n = 0; n < N; ++n) {
+      const u32 from_k = first ? (unit[n] + at_k) ^ (j << 6)
+                               : (unit[n] + more_k) ^ (j - DV / columns << 6);
+      matrices(b[n][0], from_k);
+      matrices(b[n][1], from_k + 8 * (first ? ROW : MORE_ROW));
+    }
 #if FP8
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        u32 x[2];
-        halves(x, b[tile][i]);
-        product(i % 2 ? more[tile] : s[tile], a[i], x[0], x[1]);
-      }
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+          u32 x[2];
+          halves(x, b[n][tile][i]);
+          product(s[N == 2 ? n : i % 2][tile], a[i], x[0], x[1]);
+        }
 #else
-      product(s[tile], a[0], b[tile][0], b[tile][1]);
-      product(more[tile], a[1], b[tile][2], b[tile][3]);
-#endif
-    }
-  }
-#pragma unroll
-  for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) s[tile][j] += more[tile][j];
-  if (begin > 0 || end < UNIT) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int key = tile * 8 + lane % 4 * 2 + j % 2;
-        if (key < begin || key >= end) s[tile][j] = -INFINITY_;
+      for (int n = 0; n < N; ++n) {
+        product(s[n][tile], a[0], b[n][tile][0], b[n][tile][1]);
+        product(s[N == 2 ? n : 1][tile], a[1], b[n][tile][2], b[n][tile][3]);
       }
+#endif
+  }
+  if (N == 1) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[0][tile][j] += s[1][tile][j];
+  }
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int begin = ends[n] & 255, end = ends[n] >> 8 & 255;
+    if (begin > 0 || end < UNIT) {
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int key = tile * 8 + lane % 4 * 2 + j % 2;
+          if (key < begin || key >= end) s[n][tile][j] = -INFINITY_;
+        }
+    }
   }
   float top[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float x = fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1]));
+    float x = s[0][0][2 * r];
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile)
+        x = fmaxf(x, fmaxf(s[n][tile][2 * r], s[n][tile][2 * r + 1]));
     x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
     top[r] = fmaxf(x, __shfl_xor_sync(ALL, x, 2)) * scale[r];
   }
@@ -396,33 +420,40 @@ __device__ __forceinline__ void attend(
     }
   }
 #pragma unroll
-  for (int tile = 0; tile < 2; ++tile)
+  for (int n = 0; n < N; ++n)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      p[tile][j] = exp2_(s[tile][j] * scale[j / 2] - sums.m[j / 2]);
-      sums.l[j / 2] += p[tile][j];
-    }
-  const u32 a[4] = {pack(p[0][0], p[0][1]), pack(p[0][2], p[0][3]), pack(p[1][0], p[1][1]),
-                    pack(p[1][2], p[1][3])};
-  const u32 at = v + row * ROW + ((lane / 16 ^ SWIZZLE(row, CHUNKS)) << 4);
+    for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-  for (int j = 0; j < ROW / 32; ++j) {
-    u32 b[4];
-    matrices_turned(b, at ^ (j << 5));
+      for (int j = 0; j < 4; ++j) {
+        p[n][tile][j] = exp2_(s[n][tile][j] * scale[j / 2] - sums.m[j / 2]);
+        sums.l[j / 2] += p[n][tile][j];
+      }
+  u32 a[N][4];
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[n][i] = pack(p[n][i / 2][i % 2 * 2], p[n][i / 2][i % 2 * 2 + 1]);
+  const u32 at = UNIT * ROW + row * ROW + ((lane / 16 ^ SWIZZLE(row, CHUNKS)) << 4);
+#pragma unroll
+  for (int j = 0; j < ROW / 32; ++j)
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      u32 b[4];
+      matrices_turned(b, (unit[n] + at) ^ (j << 5));
 #if FP8
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {  // a register has two columns of a key, then those of the next
-      u32 x[2], y[2];
-      halves(x, __byte_perm(b[2 * i], 0, 0x3120));
-      halves(y, __byte_perm(b[2 * i + 1], 0, 0x3120));
-      product(sums.o[4 * j + 2 * i], a, x[0], y[0]);
-      product(sums.o[4 * j + 2 * i + 1], a, x[1], y[1]);
-    }
+      for (int i = 0; i < 2; ++i) {  // a register has two columns of a key, then those of the next
+        u32 x[2], y[2];
+        halves(x, __byte_perm(b[2 * i], 0, 0x3120));
+        halves(y, __byte_perm(b[2 * i + 1], 0, 0x3120));
+        product(sums.o[4 * j + 2 * i], a[n], x[0], y[0]);
+        product(sums.o[4 * j + 2 * i + 1], a[n], x[1], y[1]);
+      }
 #else
-    product(sums.o[2 * j], a, b[0], b[1]);
-    product(sums.o[2 * j + 1], a, b[2], b[3]);
+      product(sums.o[2 * j], a[n], b[0], b[1]);
+      product(sums.o[2 * j + 1], a[n], b[2], b[3]);
 #endif
-  }
+    }
 }
 
 #if FP8
@@ -890,17 +921,29 @@ _decode_cluster_kernel(const __grid_constant__ Params args) {
       bring(limit);
       const int i = warp + done * WARPS, stage = done % STAGES;
       if (live && i >= phase_end) break;
-      if (live) await_copies(issued - done - 1);
+      // Over FP8, whose rings hold four, two at a time, which hide each other's latency.
+      const bool two = FP8 && live && issued - done > 1 && i + WARPS < phase_end;
+      if (live) await_copies(issued - done - 1 - two);
       __syncwarp();
       const u32 ends = live ? seen >> stage * 16 : 0;
-      float p[2][4];
-      attend(sums, p, shared_address(shared.q), ring + stage * STAGE, ends & 255, ends >> 8 & 255,
-             scale);
-      if (whole && kind == 0)
-        pool(shared.pooled[kept_from + i - (window_first ? win_units : 0)], p, sums.m, live);
+      Pooled *pooled = shared.pooled + kept_from + i - (window_first ? win_units : 0);
+      if (two) {
+        const int next = (done + 1) % STAGES;
+        float p[2][2][4];
+        attend<2>(sums, p, shared_address(shared.q), {ring + stage * STAGE, ring + next * STAGE},
+                  {ends, (u32)(seen >> next * 16)}, scale);
+        if (whole && kind == 0) {
+          pool(pooled[0], p[0], sums.m, live);
+          pool(pooled[WARPS], p[1], sums.m, live);
+        }
+      } else {
+        float p[1][2][4];
+        attend<1>(sums, p, shared_address(shared.q), {ring + stage * STAGE}, {ends}, scale);
+        if (whole && kind == 0) pool(pooled[0], p[0], sums.m, live);
+      }
       __syncwarp();
       if (live) {
-        ++done;
+        done += 1 + two;
       } else {
         sums.clear();
         await_copies(issued);  // of the queries

@@ -1,8 +1,8 @@
 """The work of a context-parallel decode step on one rank between attention and exchanges.
 
 Each function does what the one of the same name in nsa/parallel_cache.py does in PyTorch, which
-takes many small launches: where keys are, probabilities, the choice of blocks, the merge. All read
-lengths on the device.
+takes many small launches: where keys are, probabilities, the choice of blocks, the merge, what FP8
+rows stand for. All read lengths on the device.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.kernels.block_keys import block_keys, visible
-from nsa.kernels.head_rows import head_rows
+from nsa.kernels.head_rows import head_rows, put_rows
 from nsa.kernels.launch import launch, on_its_device
-from nsa.kernels.tiles import LOG2E, cdiv, dot_precision, dot_size, pow2, split_dim
+from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, split_dim
 
 MOST_BLOCKS = 1 << 15  # whose keys one program holds in its registers
 CHOOSE_CHUNK = 4096  # blocks that it scores at a time
@@ -196,6 +196,45 @@ def _parallel_choose_kernel(
 
 
 @triton.jit
+def _put_numbers(
+    X, OUT, DESCALE, source, to, live, some, which, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Rows `to` of OUT as the e4m3 rows `source` of X times DESCALE[which], 0 where not live."""
+    offs = tl.arange(0, BLOCK)
+    x = head_rows(X, source, live, offs, WIDTH).to(tl.float32) * tl.load(DESCALE + which)
+    put_rows(OUT, x, to, some, offs, WIDTH)
+
+
+@triton.jit
+def _parallel_numbers_kernel(
+    K, V, K_OUT, V_OUT, SPANS, K_DESCALE, V_DESCALE, T, G, cache_rows, out_rows, size,
+    n: tl.constexpr, APART: tl.constexpr, SPANNED: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """K_OUT [.., out_rows, G, D] and V_OUT: `size` rows of a program, of one group. Of a query and
+    one of its n spans, or (not APART) of a sequence."""
+    part, one, group = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    batch, first, end = one, part * size, out_rows
+    if APART:
+        batch = one // T
+        span = SPANS + ((one * G + group) * n + part) * 2
+        first = tl.load(span)
+        end = tl.load(span + 1)
+    elif SPANNED:
+        end = tl.load(SPANS + ((one * T + T - 1) * G + group) * n * 2 + 1)
+        if first >= end:
+            return
+    i = tl.arange(0, ROWS)
+    live = (i < size) & (first + i < end)
+    some = (i < size) & (part * size + i < out_rows)
+    source = (batch * cache_rows + first + i) * G + group
+    to = (one * out_rows + part * size + i) * G + group
+    which = batch * G + group
+    _put_numbers(K, K_OUT, K_DESCALE, source, to, live, some, which, D, BLOCK_D)
+    _put_numbers(V, V_OUT, V_DESCALE, source, to, live, some, which, DV, BLOCK_DV)
+
+
+@triton.jit
 def _parallel_merge_kernel(
     PARTS,
     WIN,
@@ -283,6 +322,28 @@ def choose(
     tensors = (every, lens, keys, chosen, own)
     launch(_parallel_choose_kernel, (queries,), *tensors, *numbers, **sizes)
     return chosen, own
+
+
+@on_its_device
+def numbers(
+    k: Tensor, v: Tensor, k_descale: Tensor, v_descale: Tensor, dtype: torch.dtype, size: int,
+    spans: Tensor | None, apart: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if arch_of(k.device) in range(1, 89):
+        raise NotImplementedError("e4m3 before SM 8.9")
+    B, cache_rows, G, _ = k.shape
+    T, n = (1, 1) if spans is None else (spans.shape[1], spans.shape[3])
+    sequences, rows = (B * T, n * size) if apart else (B, size)
+    size = size if apart else 64
+    k_out, v_out = (x.new_empty(sequences, rows, *x.shape[2:], dtype=dtype) for x in (k, v))
+    D, DV = k.shape[-1], v.shape[-1]
+    launch(
+        _parallel_numbers_kernel, (cdiv(rows, size), sequences, G), k, v, k_out, v_out,
+        k if spans is None else spans, k_descale, v_descale, T, G, cache_rows, rows, size, n=n,
+        APART=apart, SPANNED=spans is not None, ROWS=pow2(size), D=D, DV=DV, BLOCK_D=pow2(D),
+        BLOCK_DV=pow2(DV), num_warps=4,
+    )  # fmt: skip
+    return k_out, v_out
 
 
 @on_its_device

@@ -53,6 +53,17 @@ def place(
 
 
 @triton.jit
+def rank_row(index, rows, SIZE: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr):
+    """Row of a token in a cache over WORLD ranks, of which rank RANK has every WORLD-th block of
+    SIZE tokens: the last of its `rows` takes those of others."""
+    if WORLD == 1:
+        return index
+    block = index // SIZE
+    row = block // WORLD * SIZE + index % SIZE
+    return tl.where(block % WORLD == RANK, tl.minimum(row, rows - 1), rows - 1)
+
+
+@triton.jit
 def key_scale(scale_log2, DESCALE, bg, K):
     """Of the scores of keys K, which e4m3 keys stand for DESCALE [B * G] times of."""
     if K.dtype.element_ty == tl.float8e4nv:
