@@ -32,6 +32,7 @@ from nsa.arguments import check_tensor
 from nsa.blocks import num_compressed, visible_compressed
 from nsa.cache_rows import CacheRows
 from nsa.checks import needs_grad
+from nsa.compress import made_by
 from nsa.config import NSAConfig, check_int
 from nsa.fp8 import KVCacheDtype
 from nsa.transforms import refuse_tokens
@@ -486,8 +487,8 @@ class NSACache(CacheRows):
             self._store(f"{kind}_sel", start, new[f"{kind}_sel"])
             held = self._stored(kind, new[f"{kind}_raw"])
             raw = torch.cat([raw, self._read(kind, held)], dim=1)
-            if num_compressed(raw.shape[1], self.config.l, self.config.d):
-                self._store(f"{kind}_cmp", done, phi(raw))
+            if n := num_compressed(raw.shape[1], self.config.l, self.config.d):
+                self._store(f"{kind}_cmp", done, made_by(f"phi_{kind}", phi, raw, n))
         for name in _RINGS:
             ring, x = getattr(self, name), self._stored(name, new[name])
             keep = min(x.shape[1], ring.shape[1])

@@ -113,14 +113,15 @@ class MLPCompression(nn.Module):
         return self.position, inner.weight, inner.bias, outer.weight, outer.bias
 
 
-def made_by(name: str, phi: Callable[[Tensor], Tensor], raw: Tensor) -> Tensor:
-    """phi of raw tokens [n, l, G, D]: [n, 1, G, D], else ValueError."""
-    n, _, G, D = raw.shape
+def made_by(name: str, phi: Callable[[Tensor], Tensor], raw: Tensor, n: int = 1) -> Tensor:
+    """Return the n compressed tokens [B, n, G, D] that phi makes of raw ones [B, N, G, D]. Raises
+    ValueError where phi makes another shape."""
+    shape = (len(raw), n, *raw.shape[2:])
     with callers_own():
         made = phi(raw)
-        if made.shape != (n, 1, G, D):
+        if made.shape != shape:
             raise ValueError(
-                f"{name} must make {[n, 1, G, D]} of {list(raw.shape)}, got {list(made.shape)}"
+                f"{name} must make {list(shape)} of {list(raw.shape)}, got {list(made.shape)}"
             )
     return made
 

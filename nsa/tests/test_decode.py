@@ -167,6 +167,17 @@ def test_a_cache_that_cannot_grow_is_as_it_was(refused, layer, monkeypatch):
     same_tokens(module, c, x, 31)
 
 
+@pytest.mark.parametrize("T, made", [(8, 1), (40, 9)])
+def test_a_phi_that_makes_too_few_tokens_is_refused(T, made):
+    """Also of a whole prompt, of which the tokens that are missing would pass for zeros."""
+    c, few = cache(), lambda raw: mean(raw)[:, 1:]
+    with pytest.raises(
+        ValueError, match=rf"phi_v must make \[1, {made}, 2, 6\] of \[1, {T}, 2, 6\]"
+    ):
+        c.append(tokens(T, seed=7), mean, few)
+    assert c.lengths == c.lens.tolist() == [0]
+
+
 def test_hostile_cache_use(layer):
     module, x, _ = layer
     bad = tokens(2, seed=6)
