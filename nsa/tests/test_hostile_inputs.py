@@ -177,6 +177,8 @@ BAD = {
         (lambda: layer(v_win=v[..., :3]), "v_win must have v_cmp's Dv=6"),
         # A decode step names what does not fit the cache.
         (lambda: decode(q[:1, :1]), r"q must be \[2, 1, 4, 8\], got \[1, 1, 4, 8\]"),
+        (lambda: select(block_counts=BLOCKS[..., 0].to("meta")),
+         "block_counts must be on block_indices' device cpu, got meta"),
         (lambda: decode(q[0]), r"q must be \[2, 0, 4, 8\], got \[16, 4, 8\]"),
         (lambda: decode(q[:, :1].to("meta")), "q must be on the cache's device cpu, got meta"),
         (lambda: decode(q[:, :10], GATES[:, :10]), r"in the cache: T=10, lengths \[9, 9\]"),
