@@ -232,6 +232,19 @@ def test_bad_input_names_the_argument(error, call, match):
         call()
 
 
+@pytest.mark.parametrize("call", [
+    lambda: compressed(q=q[:, 15:], q_start=15, backend="sdpa"),  # which needs no mask
+    lambda: slide(q=q[:, 15:], backend="sdpa"),
+    lambda: nsa.layouts.to_ranges(BLOCKS, 4),
+    lambda: nsa.layouts.from_ranges(nsa.layouts.to_ranges(BLOCKS, 4), 4, 4),
+])  # fmt: skip
+def test_the_default_device_does_not_matter(call):
+    want = call()
+    with torch.device("meta"):
+        got = call()
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_a_window_may_be_any_number_of_the_last_keys_it_needs():
     far, like = torch.cat([k, k + 1], 1), torch.cat([v, v], 1)
     at = dict(q_start=16, k_sel=far, v_sel=like, k_cmp=k[:, :7], v_cmp=v[:, :7])
