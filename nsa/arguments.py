@@ -218,6 +218,7 @@ def check_counts(block_counts: Tensor | int, block_indices: Tensor) -> None:
             f"block_counts must be {list(block_indices.shape[:-1])}, as block_indices without its "
             f"last dimension, got {list(block_counts.shape)}"
         )
+    check_device("block_counts", block_counts, block_indices.device, "block_indices'")
 
 
 def check_block_indices(block_indices: Tensor, block_size: int, keys: int) -> None:

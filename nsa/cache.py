@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from nsa import fp8, select
-from nsa.arguments import check_tensor
+from nsa.arguments import check_beside, check_device, check_tensor
 from nsa.blocks import num_compressed, visible_compressed
 from nsa.cache_rows import CacheRows
 from nsa.checks import needs_grad
+from nsa.compress import made_by
 from nsa.config import NSAConfig, check_int
 from nsa.fp8 import KVCacheDtype
 from nsa.transforms import refuse_tokens
@@ -128,6 +129,8 @@ class NSACache(CacheRows):
         self.dtype, self.kv_cache_dtype = dtype or torch.get_default_dtype(), kv_cache_dtype
         quantized = fp8.is_fp8(kv_cache_dtype)
         stored = fp8.E4M3 if quantized else self.dtype
+        self.lens = torch.zeros(batch, dtype=torch.int32, device=device)
+        device = self.lens.device  # also of what is made later, when another may be the default
         self._like: dict[str, Any] = {"device": device, "dtype": stored}
         self.k_descale = self.v_descale = None
         if quantized:
@@ -141,7 +144,6 @@ class NSACache(CacheRows):
         self.k_sel, self.v_sel = self._buffers(self._rows_of("sel", max_len))
         self.k_win, self.v_win = self._buffers(config.window + max_step - 1)
         self.k_raw, self.v_raw = self._buffers(config.l + max_step - 1)
-        self.lens = torch.zeros(batch, dtype=torch.int32, device=device)
         # At which the programs of one launch meet, a line of memory for each group.
         self.counters = torch.zeros(batch, config.groups, 32, dtype=torch.int32, device=device)
         self._steps = torch.arange(max_step, device=device)
@@ -250,8 +252,9 @@ class NSACache(CacheRows):
         check_tensor("rows", rows)
         if rows.ndim != 1 or rows.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"rows must be integers [n], got {rows.dtype} {list(rows.shape)}")
+        check_device("rows", rows, self.device, "the cache's")
         which = rows.tolist()
-        if not all(0 <= b < self.batch for b in which):
+        if not which or not all(0 <= b < self.batch for b in which):
             raise ValueError(f"rows must name sequences 0 to {self.batch - 1}, got {which}")
         one = self._sequences(which, lambda x: x.index_select(0, rows))
         one.counters = self.counters.new_zeros(one.batch, *self.counters.shape[1:])
@@ -378,21 +381,32 @@ class NSACache(CacheRows):
         """Take up the first tokens of every sequence, and the compressed ones that they made.
 
         new: [B, N, G, D], of which sequence b has the first lengths[b] rows; k_cmp, v_cmp
-        [B, Nc, G, D]. What stands in later rows does not matter. Raises ValueError when the cache
-        holds tokens, and where tokens do not fit.
+        [B, Nc, G, D]. What stands in later rows does not matter. Raises ValueError or TypeError
+        that names the argument, ValueError also when the cache holds tokens, and where tokens do
+        not fit.
         """
         refuse_tokens()
         if self.length:
             raise ValueError(f"cache must be empty to be filled, it holds {self.length} tokens")
         self._check(new)
-        N = new.k_sel.shape[1]
+        c, N = self.config, new.k_sel.shape[1]
+        if len(lengths) != self.batch or not all(n in range(N + 1) for n in lengths):
+            raise ValueError(
+                f"lengths must be {self.batch} numbers from 0 to {N}, got {list(lengths)}"
+            )
+        least, most = (num_compressed(n, c.l, c.d) for n in (max(lengths), N))
+        for name, x, D in (("k_cmp", k_cmp, c.d_k), ("v_cmp", v_cmp, c.d_v)):
+            check_tensor(name, x)
+            Nc = min(max(least, x.shape[1]), most) if x.ndim == 4 else least
+            check_beside(name, x, self.lens, (self.batch, Nc, c.groups, D), "the cache's")
         self._make_room(N)
         named = self._by_cache(new)
         whole = dict(k_sel=new.k_sel, v_sel=new.v_sel, k_cmp=k_cmp, v_cmp=v_cmp)
         for name, x in whole.items():
             self._store(name, 0, x)
-        self.lengths, self.highest = list(lengths), list(lengths)
-        self.lens.copy_(torch.tensor(self.lengths, dtype=torch.int32))
+        self.lengths = [int(n) for n in lengths]
+        self.highest = list(self.lengths)
+        self.lens.copy_(torch.tensor(self.lengths, dtype=torch.int32, device=self.device))
         for name in _RINGS:
             ring, x = getattr(self, name), self._stored(name, named[name])
             rows = ring.shape[1]
@@ -486,8 +500,8 @@ class NSACache(CacheRows):
             self._store(f"{kind}_sel", start, new[f"{kind}_sel"])
             held = self._stored(kind, new[f"{kind}_raw"])
             raw = torch.cat([raw, self._read(kind, held)], dim=1)
-            if num_compressed(raw.shape[1], self.config.l, self.config.d):
-                self._store(f"{kind}_cmp", done, phi(raw))
+            if n := num_compressed(raw.shape[1], self.config.l, self.config.d):
+                self._store(f"{kind}_cmp", done, made_by(f"phi_{kind}", phi, raw, n))
         for name in _RINGS:
             ring, x = getattr(self, name), self._stored(name, new[name])
             keep = min(x.shape[1], ring.shape[1])

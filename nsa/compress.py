@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa.arguments import check_tensor
+from nsa.arguments import check_packed, check_tensor
 from nsa.blocks import is_symbol, num_compressed
-from nsa.checks import is_plain, refuse_export
+from nsa.checks import is_plain
 from nsa.config import check_compression, check_int
 from nsa.errors import callers_own
 
@@ -39,7 +39,7 @@ def block_windows(x: Tensor, l: int, d: int, cu_seqlens: Tensor | None = None) -
         elif S < l:
             return x.new_zeros(B, 0, l, G, D)
         return x.unfold(1, l, d).permute(0, 1, 4, 2, 3)
-    refuse_export("cu_seqlens")
+    check_packed(cu_seqlens, x.shape[0], x)
     counts = num_compressed(cu_seqlens[1:] - cu_seqlens[:-1], l, d).long()
     before = F.pad(counts.cumsum(0), (1, 0))[:-1]
     n = int(counts.sum())
@@ -91,6 +91,9 @@ class MLPCompression(nn.Module):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         blocks = block_windows(x, self.l, self.d, cu_seqlens)  # [.., Nc, l, G, D]
+        if x.shape[-1] != self.position.shape[-1]:  # a last dimension of 1 would broadcast
+            D = self.position.shape[-1]
+            raise ValueError(f"x must have D={D} columns, got shape {list(x.shape)}")
         blocks = blocks + self.position[:, None, :].to(x.dtype)
         flat = blocks.transpose(-3, -2).flatten(-2)  # [.., Nc, G, l * D]
         if is_symbol(x.shape[-3]):  # to a tracer Nc * G can be taken apart by numbers alone
@@ -113,14 +116,15 @@ class MLPCompression(nn.Module):
         return self.position, inner.weight, inner.bias, outer.weight, outer.bias
 
 
-def made_by(name: str, phi: Callable[[Tensor], Tensor], raw: Tensor) -> Tensor:
-    """phi of raw tokens [n, l, G, D]: [n, 1, G, D], else ValueError."""
-    n, _, G, D = raw.shape
+def made_by(name: str, phi: Callable[[Tensor], Tensor], raw: Tensor, n: int = 1) -> Tensor:
+    """Return the n compressed tokens [B, n, G, D] that phi makes of raw ones [B, N, G, D]. Raises
+    ValueError where phi makes another shape."""
+    shape = (len(raw), n, *raw.shape[2:])
     with callers_own():
         made = phi(raw)
-        if made.shape != (n, 1, G, D):
+        if made.shape != shape:
             raise ValueError(
-                f"{name} must make {[n, 1, G, D]} of {list(raw.shape)}, got {list(made.shape)}"
+                f"{name} must make {list(shape)} of {list(raw.shape)}, got {list(made.shape)}"
             )
     return made
 

@@ -83,9 +83,17 @@ def make_request(
     return request
 
 
-# (The thread that asked, its list). None is every thread: asking who runs would break a graph that
-# torch.compile traces.
-_sinks: list[tuple[int | None, list[Decision]]] = []
+class _Sink:
+    """The decisions that one trace() collects, and the thread that asked for them. None is every
+    thread: asking who runs would break a graph that torch.compile traces."""
+
+    def __init__(self, owner: int | None) -> None:
+        self.owner = owner
+        self.taken: list[Decision] = []
+
+
+# Threads add and remove theirs while others do: by single operations on the list alone.
+_sinks: list[_Sink] = []
 
 
 @contextlib.contextmanager
@@ -97,12 +105,12 @@ def trace() -> Iterator[list[Decision]]:
     backward(), so that two threads which train at a time find these of each other as well.
     """
     owner = None if torch.compiler.is_compiling() else threading.get_ident()
-    sink: tuple[int | None, list[Decision]] = (owner, [])
+    sink = _Sink(owner)
     _sinks.append(sink)
     try:
-        yield sink[1]
+        yield sink.taken
     finally:
-        _sinks[:] = [s for s in _sinks if s is not sink]
+        _sinks.remove(sink)
 
 
 @contextlib.contextmanager
@@ -121,9 +129,9 @@ def trace_step() -> Iterator[None]:
 def _record(decision: Decision) -> None:
     here = None if torch.compiler.is_compiling() else threading.current_thread()
     anyone = here is None or isinstance(here, threading._DummyThread)
-    for owner, taken in _sinks:
-        if anyone or owner is None or owner == threading.get_ident():
-            taken.append(decision)
+    for sink in list(_sinks):
+        if anyone or sink.owner is None or sink.owner == threading.get_ident():
+            sink.taken.append(decision)
 
 
 def watched(flags: Flags) -> bool:

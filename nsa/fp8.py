@@ -9,7 +9,7 @@ significant bits (a relative error of up to 1/16) between 2^-6 and 448, and fewe
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def is_fp8(kv_cache_dtype: KVCacheDtype) -> bool:
 
 
 def descale_of(
-    name: str, descale: float | Tensor | None, batch: int, groups: int, device: Any
+    name: str, descale: float | Tensor | None, batch: int, groups: int, device: torch.device
 ) -> Tensor:
     """A descale of keys or values as fp32 [B, G], None as 1.
 
@@ -51,9 +51,8 @@ def descale_of(
         raise ValueError(
             f"{name} must be [G] or [B, G] with B={batch} and G={groups}, got {list(descale.shape)}"
         )
-    here = torch.empty(0, device=device).device
-    if descale.device != here:
-        raise ValueError(f"{name} must be on {here}, got {descale.device}")
+    if descale.device != device:
+        raise ValueError(f"{name} must be on {device}, got {descale.device}")
     if not descale.is_cuda and not bool(((descale > 0) & (descale < math.inf)).all()):
         raise ValueError(f"{name} must be above 0 and finite, got {descale.tolist()}")
     return descale.expand(batch, groups).contiguous()

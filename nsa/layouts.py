@@ -77,13 +77,14 @@ def permute(block_indices: Tensor, source: str, target: str, batch: int | None =
     return x.transpose(1, 2) if target == "BGSn" else x
 
 
-def token_positions(shape: torch.Size | list[int], cu_seqlens: Tensor | None) -> Tensor:
-    """Position of every query in its sequence: int64 [S] for dense [B, S, ..], [T] for packed
-    [T, ..], where rows past the last sequence count from its end on."""
+def token_positions(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Position of every query in its sequence: int64 [S] for dense x [B, S, ..], [T] for packed
+    [T, ..], where rows past the last sequence count from its end on. On x's device."""
     if cu_seqlens is None:
-        return torch.arange(shape[1])
-    token = torch.arange(shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return (token - cu_seqlens[torch.searchsorted(cu_seqlens[1:], token, right=True)]).long()
+        return torch.arange(x.shape[1], device=x.device)
+    token = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    begin = cu_seqlens[torch.searchsorted(cu_seqlens[1:], token, right=True)]
+    return (token - begin).to(x.device, torch.long)
 
 
 def outside(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -110,7 +111,7 @@ def _own_block(x: Tensor, block_size: int, cu_seqlens: Tensor | None) -> Tensor:
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != x.shape[0] or ends != sorted(ends):
             raise ValueError(f"cu_seqlens must rise from 0 to T={x.shape[0]}, got {ends}")
-    t = token_positions(x.shape, cu_seqlens).to(x.device)
+    t = token_positions(x, cu_seqlens)
     return (t // block_size)[:, None, None]
 
 
@@ -192,7 +193,7 @@ def to_topk(block_indices: Tensor) -> Tensor:
 def to_ranges(block_indices: Tensor, block_size: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """Token ranges int32 [.., G, n, 2], [start, end), cut after each query and merged."""
     _own_block(block_indices, block_size, cu_seqlens)
-    t = token_positions(block_indices.shape, cu_seqlens).to(block_indices.device)
+    t = token_positions(block_indices, cu_seqlens)
     return blocks_to_ranges(block_indices, block_size, t)
 
 
@@ -208,7 +209,7 @@ def from_ranges(
     if ranges.ndim < 2 or ranges.shape[-1] != 2:
         raise ValueError(f"ranges must be [.., n, 2] of [start, end), got {list(ranges.shape)}")
     own = _own_block(ranges[..., 0], block_size, cu_seqlens)
-    t = token_positions(ranges.shape, cu_seqlens).to(ranges.device)[:, None, None]
+    t = token_positions(ranges, cu_seqlens)[:, None, None]
     start, end = ranges.long().unbind(-1)
     empty = end <= start
     fits = (start % block_size == 0) & ((end % block_size == 0) | (end == t + 1)) & (end <= t + 1)

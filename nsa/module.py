@@ -144,11 +144,7 @@ class NSAAttention(nn.Module):
             return run_packed(self.forward, x, cu_seqlens)
         self._check(x, 3 if cu_seqlens is None else 2)
         max_seqlen = check_packed(cu_seqlens, max_seqlen, x)
-        if cu_seqlens is None:
-            positions = torch.arange(x.shape[1], device=x.device)
-        else:
-            positions = token_positions(x.shape, cu_seqlens)
-        q, kv = self._project(x, positions)
+        q, kv = self._project(x, token_positions(x, cu_seqlens))
         out = attention.nsa_attention(
             q, self.phi_k(kv.k_cmp, cu_seqlens), self.phi_v(kv.v_cmp, cu_seqlens), kv.k_sel,
             kv.v_sel, kv.k_win, kv.v_win, self.gate(x), cu_seqlens=cu_seqlens,

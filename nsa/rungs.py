@@ -93,7 +93,7 @@ def _block_tokens(
     block_indices: Tensor, block_size: int, q_start: int, cu_seqlens: Tensor | None
 ) -> int:
     """Tokens of the chosen blocks, summed over queries and groups. Waits for the device."""
-    t = token_positions(block_indices.shape, cu_seqlens).to(block_indices.device) + q_start
+    t = token_positions(block_indices, cu_seqlens) + q_start
     return int(select.range_lengths(select.blocks_to_ranges(block_indices, block_size, t)).sum())
 
 

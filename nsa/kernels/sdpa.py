@@ -230,7 +230,7 @@ def _masked(
     """Attention of one chunk under mask [s, n]; q [B, s, HQ, Dk] -> [B, s, HQ, Dv]."""
     s, G, rows = q.shape[1], k.shape[2], None
     if mask is None and q.device.type == "cpu":  # where a row of NaN scores passes for an empty one
-        mask = torch.ones(s, k.shape[1], dtype=torch.bool)
+        mask = torch.ones(s, k.shape[1], dtype=torch.bool, device=q.device)
     if mask is not None:
         (k, odd_k), (v, odd_v) = finite(k), finite(v)
         q, k = bounded(q, k, scale)

@@ -51,12 +51,23 @@ def test_what_cannot_be_compressed_is_named():
     x, cu = torch.randn(2, 9, 2, 4), torch.tensor([0, 9], dtype=torch.int32)
     pool = lambda x, *rest: lambda: mean_pool(x, 8, *rest)
     phi = lambda *sizes: lambda: MLPCompression(*sizes)
+    packed = lambda ends, kind=torch.int32: pool(x[0], 4, torch.tensor(ends, dtype=kind))
     assert_raises(
         (ValueError, r"x must be \[B, S, G, D\], got shape \[9, 2, 4\]", pool(x[0], 4)),
         (ValueError, r"be \[T, G, D\] with cu_seqlens, got shape \[2, 9, 2, 4\]", pool(x, 4, cu)),
         (TypeError, "x must be a tensor, got list", pool([1.0], 4)),
         (TypeError, "x must be of a floating dtype, got torch.int32", pool(x.int(), 4)),
         (ValueError, "d must divide l, got l=8 d=3$", pool(x, 3)),
+        (ValueError, "cu_seqlens must rise from 0 to T=9 or less", packed([0, 8, 5, 9])),
+        (ValueError, "cu_seqlens must rise from 0 to T=9 or less", packed([0, 10])),
+        (ValueError, "cu_seqlens must rise from 0 to T=9 or less", packed([1, 9])),
+        (ValueError, r"cu_seqlens must be \[nseq \+ 1\], got", packed([[0, 9]])),
+        (TypeError, "cu_seqlens must be an int32 tensor", packed([0, 9], torch.float32)),
+        (
+            ValueError,
+            r"x must have D=8 columns, got shape \[2, 9, 2, 1\]",
+            lambda: MLPCompression(8, 8, 4)(x[..., :1]),
+        ),
         (ValueError, "dim must be at least 1, got 0", phi(0, 8, 4)),
         (TypeError, "dim must be an int, got 8.0", phi(8.0, 8, 4)),
         (ValueError, "hidden must be None or at least 1, got 0", phi(8, 8, 4, 0)),

@@ -136,6 +136,8 @@ def test_a_cache_of_inference_mode_goes_on_outside():
     (lambda c: c.select(torch.tensor([True, False])), TypeError, "rows must be integers"),
     (lambda c: c.select(torch.tensor([[0]])), TypeError, r"rows must be integers \[n\], got"),
     (lambda c: c.select(torch.tensor([2])), ValueError, "rows must name sequences 0 to 1"),
+    (lambda c: c.select(torch.tensor([], dtype=torch.int32)), ValueError, "rows must name seq"),
+    (lambda c: c.select(torch.tensor([0], device="meta")), ValueError, "rows must be on the cache"),
     (lambda c: NSACache(None, 1, 8), TypeError, "config must be an NSAConfig, got NoneType"),
     (lambda c: NSACache(CONFIG, 1, 8, dtype="fp16"), TypeError, "dtype must be a floating type"),
     (lambda c: NSACache(CONFIG, 1, 2**40), ValueError, "max_len must be at most 2147483647"),
@@ -165,6 +167,48 @@ def test_a_cache_that_cannot_grow_is_as_it_was(refused, layer, monkeypatch):
     assert len(asked) == refused + 1 and (c.max_len, c.lengths) == (32, [32, 32])
     c.rewind(1)
     same_tokens(module, c, x, 31)
+
+
+@pytest.mark.parametrize("lengths, k, v, error, told", [
+    ([9], 6, 6, ValueError, r"lengths must be 2 numbers from 0 to 28, got \[9\]"),
+    ([9, 29], 6, 6, ValueError, r"lengths must be 2 numbers from 0 to 28, got \[9, 29\]"),
+    ([9, -1], 6, 6, ValueError, "lengths must be 2 numbers"),
+    ([9, 28], 5, 6, ValueError, r"k_cmp must be \[2, 6, 2, 8\], got \[2, 5, 2, 8\]"),
+    ([9, 28], 6, 7, ValueError, r"v_cmp must be \[2, 6, 2, 6\], got \[2, 7, 2, 6\]"),
+    ([9, 12], 1, 1, ValueError, r"k_cmp must be \[2, 2, 2, 8\], got \[2, 1, 2, 8\]"),
+    ([9, 12], 2, None, TypeError, "v_cmp must be a tensor"),
+])  # fmt: skip
+def test_a_cache_is_filled_with_all_of_its_tokens_or_none(lengths, k, v, error, told):
+    c = NSACache(CONFIG, 2, 64, dtype=F64)
+    new = BranchKV(*(x.expand(2, -1, -1, -1) for x in vars(tokens(28, seed=7)).values()))
+    made = [n and randn(2, n, 2, w, seed=w, dtype=F64) for n, w in ((k, 8), (v, 6))]
+    with pytest.raises(error, match=told):
+        c.fill(new, *made, lengths)
+    assert c.lengths == c.highest == c.lens.tolist() == [0, 0]
+    c.fill(new, *(randn(2, 6, 2, w, seed=w, dtype=F64) for w in (8, 6)), torch.tensor([9, 28]))
+    assert c.lengths == c.lens.tolist() == [9, 28] and type(c.length) is int
+
+
+def test_a_cache_stays_on_its_device():
+    """Whatever is PyTorch's default when it grows, or becomes part of another."""
+    c, raw = cache(max_len=10, growable=True), tokens(33, seed=5)
+    append(c, raw, 10)
+    with torch.device("meta"):
+        append(c, raw, 23)
+        c = NSACache.stack([c])
+    assert c.device.type == c.lens.device.type == "cpu"
+    torch.testing.assert_close(c.compressed()[0], oracle.compress_mean(raw.k_cmp, 8, 4))
+
+
+@pytest.mark.parametrize("T, made", [(8, 1), (40, 9)])
+def test_a_phi_that_makes_too_few_tokens_is_refused(T, made):
+    """Also of a whole prompt, of which the tokens that are missing would pass for zeros."""
+    c, few = cache(), lambda raw: mean(raw)[:, 1:]
+    with pytest.raises(
+        ValueError, match=rf"phi_v must make \[1, {made}, 2, 6\] of \[1, {T}, 2, 6\]"
+    ):
+        c.append(tokens(T, seed=7), mean, few)
+    assert c.lengths == c.lens.tolist() == [0]
 
 
 def test_hostile_cache_use(layer):

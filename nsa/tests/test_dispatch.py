@@ -293,6 +293,30 @@ def test_a_hopper_gpu_without_its_kernels_is_told_once(monkeypatch):
         tell(6)
 
 
+def test_traces_begin_and_end_while_another_ends():
+    """At every instruction of it, as those of other threads do: none is forgotten or left."""
+    mine, others, before = dispatch.trace(), [dispatch.trace()], sys.gettrace()
+
+    def another(frame, event, arg):
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            others.append(dispatch.trace())
+            others[-1].__enter__()
+            others[-2].__exit__(None, None, None)
+        return another
+
+    for one in (others[0], mine):
+        one.__enter__()
+    sys.settrace(another)
+    try:
+        mine.__exit__(None, None, None)
+    finally:
+        sys.settrace(before)
+    assert len(others) > 5 and len(dispatch._sinks) == 1
+    others[-1].__exit__(None, None, None)
+    assert not dispatch._sinks
+
+
 def test_a_trace_holds_the_decisions_of_its_thread():
     """And of threads that Python did not start, as those in which a GPU's backward recomputes."""
     calls = rungs(triton=None)

@@ -177,6 +177,8 @@ BAD = {
         (lambda: layer(v_win=v[..., :3]), "v_win must have v_cmp's Dv=6"),
         # A decode step names what does not fit the cache.
         (lambda: decode(q[:1, :1]), r"q must be \[2, 1, 4, 8\], got \[1, 1, 4, 8\]"),
+        (lambda: select(block_counts=BLOCKS[..., 0].to("meta")),
+         "block_counts must be on block_indices' device cpu, got meta"),
         (lambda: decode(q[0]), r"q must be \[2, 0, 4, 8\], got \[16, 4, 8\]"),
         (lambda: decode(q[:, :1].to("meta")), "q must be on the cache's device cpu, got meta"),
         (lambda: decode(q[:, :10], GATES[:, :10]), r"in the cache: T=10, lengths \[9, 9\]"),
@@ -228,6 +230,19 @@ BAD = {
 def test_bad_input_names_the_argument(error, call, match):
     with pytest.raises(error, match=match):
         call()
+
+
+@pytest.mark.parametrize("call", [
+    lambda: compressed(q=q[:, 15:], q_start=15, backend="sdpa"),  # which needs no mask
+    lambda: slide(q=q[:, 15:], backend="sdpa"),
+    lambda: nsa.layouts.to_ranges(BLOCKS, 4),
+    lambda: nsa.layouts.from_ranges(nsa.layouts.to_ranges(BLOCKS, 4), 4, 4),
+])  # fmt: skip
+def test_the_default_device_does_not_matter(call):
+    want = call()
+    with torch.device("meta"):
+        got = call()
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_a_window_may_be_any_number_of_the_last_keys_it_needs():

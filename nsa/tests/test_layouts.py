@@ -68,7 +68,7 @@ def test_topk(packed):
     assert topk.shape == (G, 45, n) and topk.is_contiguous()
     assert torch.equal(layouts.from_topk(topk, SIZE, CU), packed)
     # Without a mark: all blocks of an early query count, then whatever the memory held.
-    t = layouts.token_positions(packed.shape, CU)
+    t = layouts.token_positions(packed, CU)
     full = torch.stack([(t // SIZE - i) for i in range(n)], -1)
     noise = torch.where(full < 0, 1, full).expand(G, -1, -1)
     got = layouts.from_topk(noise, SIZE, CU, marked=False)

@@ -97,7 +97,7 @@ _block_attention.register_autograd(_backward, setup_context=_setup_context)
 def _in_own_sequence(block_indices: Tensor, block_size: int, cu_seqlens: Tensor) -> Tensor:
     """Packed block indices with -1 for blocks after the query, where the next sequence may be, and
     for all of rows that belong to no sequence."""
-    own = token_positions(block_indices.shape, cu_seqlens) // block_size
+    own = token_positions(block_indices, cu_seqlens) // block_size
     own = own.masked_fill(outside(cu_seqlens, len(own)), -1)
     return block_indices.masked_fill(block_indices > own[:, None, None], -1)
 
