@@ -353,6 +353,8 @@ def test_what_nsa_lacks_is_refused():
         (ValueError, "it has", add(model)),
         (ValueError, "q_proj and k_proj", add(torch.nn.Linear(2, 2))),
     )  # fmt: skip
+    with pytest.warns(RuntimeWarning, match="output_attentions=True gives no weights"):
+        make()(ids, output_attentions=True)
 
 
 def test_gates_that_nobody_took_are_in_nobodys_way():
