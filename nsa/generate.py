@@ -176,7 +176,10 @@ def generate(
             torch.cuda.synchronize(prompt.device)
         return time.perf_counter()
 
-    generator = torch.Generator().manual_seed(seed)
+    try:
+        generator = torch.Generator().manual_seed(seed)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}") from e
     start = clock()
     with torch.inference_mode():
         logits, caches = model.prefill(

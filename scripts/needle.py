@@ -242,6 +242,11 @@ def main(argv: list[str] | None = None) -> int:
         )
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: no CUDA device here")
+    if args.picture:
+        try:
+            import matplotlib  # noqa: F401  before the search, which takes long
+        except ImportError as error:
+            parser.error(f"argument --picture: {error}")
     try:
         if args.lengths:
             rows = by_depth(

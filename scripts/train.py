@@ -17,7 +17,8 @@ of every run), train.svg with both, and checkpoints/<attention>-<seq>/. A resume
 losses and weights of one that was never interrupted, on as many ranks; on a GPU add --deterministic
 for kernels that add up in no fixed order.
 
-Exit code: 0 done, 1 a loss is not finite, 2 usage error, 3 no such device.
+Exit code: 0 done, 1 a loss, of training or held out, is not finite, 2 usage error, 3 no such
+device.
 """
 
 import argparse
@@ -263,7 +264,8 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         if mesh is not None:
             dist.destroy_process_group()
-    return 0 if all(math.isfinite(row["loss"]) for row in curve) else 1
+    losses = [row[name] for row in curve for name in ("loss", "val_loss")]
+    return 0 if all(x is None or math.isfinite(x) for x in losses) else 1
 
 
 def train_one(
@@ -282,6 +284,8 @@ def train_one(
         how = dict(recompute=args.recompute, compiled=args.compile, backend=args.compile_backend)
         return prepare(model.to(device), mesh, **how)
 
+    if args.resume and first and checkpoints.latest() is None:
+        note(f"{name}: no checkpoint in {checkpoints.folder}: starts at the first step", "warn")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     run = train(

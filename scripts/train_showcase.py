@@ -32,6 +32,7 @@ from torch import Tensor
 from bench import spent
 from bench.records import (
     amount,
+    check_flags,
     doc_parser,
     emit,
     file_target,
@@ -245,6 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--save", type=file_target, metavar="FILE", help="save the trained model here")
     add("--compile_only", action="store_true", help="one step and the probes, to cache kernels")
     args = parser.parse_args(argv)
+    check_flags(parser)
     for name in ("steps", "save", "out", "csv"):
         if args.compile_only and getattr(args, name) is not None:
             parser.error(f"argument --{name}: has no effect with --compile-only")

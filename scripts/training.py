@@ -129,10 +129,11 @@ def average(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, batches: list[Tensor], mesh: DeviceMesh | None = None) -> float:
+    """Return the mean over all windows; batches [b, S + 1] may differ in b, and ranks may not."""
     model.eval()
-    loss = average(torch.stack([next_byte_loss(model, b) for b in batches]).mean(), mesh).item()
+    sums = torch.stack([next_byte_loss(model, b) * len(b) for b in batches])
     model.train()
-    return loss
+    return average(sums.sum() / sum(map(len, batches)), mesh).item()
 
 
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:

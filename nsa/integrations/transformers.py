@@ -275,7 +275,7 @@ def _refuse(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: float,
     kwargs: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Raise NotImplementedError that names what NSA lacks."""
+    """Raise NotImplementedError that names what NSA lacks; warn that it gives no weights."""
     name, asked = type(module).__name__, kwargs.get("is_causal")
     # Of one query some models say that it is not causal, since a kernel has nothing to mask then.
     causal = _is_causal(module) if asked is None or query.shape[2] == 1 else asked
@@ -285,6 +285,8 @@ def _refuse(
             "attention): give its model another implementation, and of a multimodal model name the "
             'language model alone, as attn_implementation={"text_config": "nsa"}'
         )
+    if kwargs.get("output_attentions"):
+        warn_once('nsa: output_attentions=True gives no weights, which only "eager" has')
     if dropout:
         raise NotImplementedError(f"nsa has no attention dropout, got dropout={dropout}")
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):

@@ -6,7 +6,6 @@ All are one tensor, numbers [B, N]: of which sequence a column is, 0 for padding
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,24 +43,30 @@ class Pack:
         return [found.get(row, (n, n)) for row in range(batch)]
 
 
-def _pack(numbers: Tensor) -> Pack:
-    """The pack of a batch whose columns say of which sequence they are: [B, N], 0 for padding."""
+def _pack(numbers: Tensor, breaks: Tensor | None) -> Pack:
+    """The pack of a batch whose columns say of which sequence they are: [B, N], 0 for padding.
+
+    breaks: bool [B or 1, N - 1], behind which columns another sequence begins all the same.
+    """
     B, N = numbers.shape
     real = numbers != 0
     new = torch.ones_like(real)
     new[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    if breaks is not None:
+        new[:, 1:] |= breaks
     last = torch.ones_like(real)
     last[:, :-1] = new[:, 1:]
     begins, ends = ((real & edge).flatten().nonzero().flatten() for edge in (new, last))
     which = numbers.flatten()[begins].long()
-    runs, seen = [], set()
+    runs, seen, last = [], set(), None
     for begin, end, number in torch.stack([begins, ends + 1, which], 1).tolist():
         row = begin // N
-        if (row, number) in seen:
+        if (row, number) in seen and last != (row, number, begin):
             raise NotImplementedError(
                 f"nsa takes padding before or after a sequence, got it inside sequence {row}"
             )
         seen.add((row, number))
+        last = row, number, end
         runs.append((row, begin - row * N, end - row * N))
     cu_seqlens = F.pad((ends + 1 - begins).cumsum(0), (1, 0)).to(torch.int32)
     lengths = [end - first for _, first, end in runs]
@@ -69,24 +74,31 @@ def _pack(numbers: Tensor) -> Pack:
     return Pack(runs, None if whole else real, cu_seqlens, max(lengths, default=0))
 
 
-def _pack_of_positions(position_ids: Tensor, batch: int) -> Pack | None:
-    """A sequence begins wherever positions do not go on, as Transformers has it without a cache;
-    None where each row is one."""
-    begins = torch.ones_like(position_ids, dtype=torch.bool)
-    begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if not bool(begins[:, 1:].any()):
-        return None
-    return _pack(begins.cumsum(1).expand(batch, -1))
+def _pack_by(numbers: Tensor | None, positions: Tensor | None, batch: int) -> Pack | None:
+    """The pack of numbers [B, N] and positions [B or 1, N], either of which may be None.
+
+    A sequence begins wherever positions do not go on, as Transformers has it without a cache. None
+    where each row is one sequence without padding.
+    """
+    breaks = None if positions is None else positions[:, 1:] != positions[:, :-1] + 1
+    if numbers is None:
+        if breaks is None or not bool(breaks.any()):
+            return None
+        numbers = positions.new_ones(batch, positions.shape[1])
+    return _pack(numbers, breaks)
 
 
-def _once(x: Tensor, make: Callable[..., Pack | None], *args: Any) -> Pack | None:
-    """make(x, *args), once for all layers of a forward pass: they get the same tensor, and making
-    it waits for the device."""
-    if torch.compiler.is_compiling() or x.is_inference():
-        return make(x, *args)
-    made = getattr(x, "nsa_pack", None)
-    if made is None or made[:2] != (x._version, args):
-        made = x.nsa_pack = (x._version, args, make(x, *args))
+def _once(numbers: Tensor | None, positions: Tensor | None, batch: int) -> Pack | None:
+    """_pack_by(), once for all layers of a forward pass: they get the same tensors, and making it
+    waits for the device."""
+    given = [x for x in (numbers, positions) if x is not None]
+    if not given or torch.compiler.is_compiling() or any(x.is_inference() for x in given):
+        return _pack_by(numbers, positions, batch)
+    key = [batch, *((id(x), x._version) for x in given)]
+    made = getattr(given[0], "nsa_pack", None)
+    if made is None or made[0] != key:
+        # It keeps the positions, so that no other tensor gets their id.
+        made = given[0].nsa_pack = key, given[1:], _pack_by(numbers, positions, batch)
     return made[2]
 
 
@@ -144,13 +156,13 @@ def pack_for(q: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -
     Positions in more than two dimensions (images, video) tell of no packs.
     """
     B, S = q.shape[:2]
-    if attention_mask is not None:
-        return _once(attention_mask, _pack)
     cu_seqlens, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
-    if cu_seqlens is not None:
+    if positions is not None and (positions.ndim != 2 or S == 1):
+        positions = None
+    if attention_mask is not None and positions is not None and attention_mask.shape[1] != S:
+        positions = None  # behind a cache a row is one sequence
+    if attention_mask is None and cu_seqlens is not None:
         longest = kwargs.get("max_length_q")
         longest = int(cu_seqlens.diff().max() if longest is None else longest)
         return Pack(None, None, cu_seqlens.to(q.device, torch.int32), longest)
-    if positions is None or positions.ndim != 2 or S == 1:
-        return None
-    return _once(positions, _pack_of_positions, B)
+    return _once(attention_mask, positions, B)

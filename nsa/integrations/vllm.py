@@ -403,11 +403,13 @@ def save_for_vllm(model: NSALanguageModel, folder: str | Path, *, max_len: int) 
     """Write config.json and model.safetensors, a model directory of vLLM.
 
     max_len: tokens of the longest sequence, which the model itself does not bound. Modules that
-    share weights get a copy each. Raises TypeError for a model of another kind or dtype, TypeError
-    or ValueError for another max_len, and ValueError where folder is a file.
+    share weights get a copy each; what torch.compile wraps is saved as what is inside. Raises
+    TypeError for a model of another kind or dtype, TypeError or ValueError for another max_len, and
+    ValueError where folder is a file.
     """
     from safetensors.torch import save_file
 
+    model = getattr(model, "_orig_mod", model)
     if not isinstance(model, NSALanguageModel):
         raise TypeError(f"model must be an nsa.NSALanguageModel, got {type(model).__name__}")
     check_int("max_len", max_len, 1)
@@ -421,7 +423,8 @@ def save_for_vllm(model: NSALanguageModel, folder: str | Path, *, max_len: int) 
         raise ValueError(f"folder must be a directory or a new one, got {str(folder)!r}") from None
     # Copies, as tensors that share memory cannot be saved.
     how: dict[str, Any] = dict(copy=True, memory_format=torch.contiguous_format)
-    state = {name: x.detach().to("cpu", **how) for name, x in model.state_dict().items()}
+    weights = model.state_dict().items()
+    state = {k.replace("_orig_mod.", ""): x.detach().to("cpu", **how) for k, x in weights}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     config = {
         "architectures": [ARCHITECTURE],

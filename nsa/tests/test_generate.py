@@ -103,6 +103,8 @@ def test_bad_settings_are_named(model):
         (TypeError, "temperature must be a number, got 'a'", {"temperature": "a"}),
         (ValueError, "top_k must be None or at least 1, got 0", {"top_k": 0}),
         (TypeError, "top_k must be None or an int, got 2.5", {"top_k": 2.5}),
+        *((ValueError, f"seed must be an integer of 64 bits, got {value}", {"seed": value})
+          for value in (2**64, None)),
         (ValueError, r"prompt must be .* got \[1, 0\]", {"prompt": good["prompt"][:, :0]}),
         (TypeError, "prompt must be an int32 or int64 tensor, got list", {"prompt": [[1, 2]]}),
         (TypeError, "prompt .* got torch.float32", {"prompt": torch.zeros(1, 4)}),

@@ -194,6 +194,10 @@ def test_command_line_fails_when_the_model_sees_the_future(command, monkeypatch)
 
 
 def test_command_line_refuses_what_it_cannot_run(command, monkeypatch, capsys):
+    with monkeypatch.context() as flags, pytest.raises(SystemExit, match="2"):
+        flags.setenv("NSA_SEL_TRITON_MIN_L", "abc")
+        command("--device", "cpu")
+    assert "NSA_SEL_TRITON_MIN_L must be" in capsys.readouterr().err
     for option, value in (
         ("--steps", "0"), ("--batch", "0"), ("--seq", "8"), ("--seq", "100000"), ("--lr", "0"),
         ("--device", "foo"), ("--device", "meta"),

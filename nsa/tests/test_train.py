@@ -252,21 +252,30 @@ def test_longer_sequences_keep_the_tokens_per_step(world, options, expected, mon
 
 
 def test_tokens_per_step_that_differ_are_told(tmp_path, capsys):
+    """And so is what --resume found no checkpoint of."""
     options = [*SMALL, "--seq", "64,96", "--layers", "1", "--steps", "1", "--out", str(tmp_path)]
-    assert train.main(options) == 0
-    assert "tokens per step differ: 256 at --seq 64, 192 at --seq 96" in capsys.readouterr().err
+    assert train.main([*options, "--resume"]) == 0
+    err = capsys.readouterr().err
+    assert "tokens per step differ: 256 at --seq 64, 192 at --seq 96" in err
+    for name in ("nsa-64", "nsa-96"):
+        assert f"{name}: no checkpoint in {tmp_path / 'checkpoints' / name}: starts at the" in err
     assert [r["tokens_per_step"] for r in curve(tmp_path, "rates")] == ["256", "192"]
 
 
-@pytest.mark.parametrize("bad, code", [(None, 0), (0, 1), (1, 1)])
-def test_one_loss_that_is_not_finite_decides_the_exit_code(bad, code, tmp_path, monkeypatch):
-    """Of two models: the last one's loss does not make up for the first one's."""
+@pytest.mark.parametrize("bad, row, name, code", [
+    (None, 0, "loss", 0), (0, 0, "loss", 1), (1, 0, "loss", 1), (1, -1, "val_loss", 1),
+])  # fmt: skip
+def test_one_loss_that_is_not_finite_decides_the_exit_code(
+    bad, row, name, code, tmp_path, monkeypatch
+):
+    """Of two models: the last one's loss does not make up for the first one's. What the last step
+    spoils only the held-out loss shows."""
     real, runs = train.train, []
 
     def spoilt(*args, **how):
         runs.append(real(*args, **how))
         if len(runs) - 1 == bad:
-            runs[-1].rows[0]["loss"] = float("nan")
+            runs[-1].rows[row][name] = float("nan")
         return runs[-1]
 
     monkeypatch.setattr(train, "train", spoilt)
@@ -312,8 +321,10 @@ def test_needles_are_counted_by_depth_and_drawn(tmp_path, capsys):
     ("--seeds 3", "--seeds: has no effect without --lengths"),
     ("--lengths 2048 --tokens 4096", "--tokens: has no effect with --lengths"),
     ("--lengths 2048 --seed 0", "--seed: has no effect with --lengths"),
+    ("--lengths 2048 --seeds 1 --picture x.svg", "--picture: import of matplotlib halted"),
 ])  # fmt: skip
-def test_usage_errors_of_needles_name_the_option(argv, words, capsys):
+def test_usage_errors_of_needles_name_the_option(argv, words, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     with pytest.raises(SystemExit, match="2"):
         needle.main(argv.split())
     assert words in capsys.readouterr().err

@@ -197,6 +197,13 @@ def test_train_a_held_out_loss_ends_in_training_again():
     assert modes == [False] and model.training
 
 
+def test_train_a_held_out_loss_is_of_all_windows_however_they_are_split(text):
+    model, windows = small(TINY), training.held_out_windows(text[1], TINY, 0, 1).repeat(2, 1)
+    windows[:3] = 0  # of another loss than the last one
+    split = [training.held_out_loss(model, list(windows.split(n))) for n in (4, 3, 1)]
+    assert split == pytest.approx(split[:1] * 3)
+
+
 def test_train_windows_may_end_where_the_text_ends(text):
     """Of seq + 1 bytes there is one window, and a target for each of its inputs."""
     few = replace(TINY, steps=4, batch=8), text[0][: TINY.seq + 1], text[1]

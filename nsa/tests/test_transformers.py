@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -115,6 +116,10 @@ def test_position_ids_that_begin_anew_are_a_pack(kind, cached):
     torch.testing.assert_close(*grads)
     one = model(ids[:1], position_ids=positions[:1], use_cache=cached).logits  # not expanded
     torch.testing.assert_close(one, want[:1])
+    pad = lambda x: F.pad(x, (3, 2))  # a batch that a collator made of packs
+    more = dict(attention_mask=pad(torch.ones_like(ids)), position_ids=pad(positions))
+    padded = model(pad(ids), use_cache=cached, **more).logits[:, 3:-2]
+    torch.testing.assert_close(padded, want)
 
 
 def test_positions_of_one_sequence_are_no_pack():
@@ -345,7 +350,9 @@ def test_what_nsa_lacks_is_refused():
         (NotImplementedError, "dropout=0.1", lambda: make(attention_dropout=0.1).train()(ids)),
         (NotImplementedError, "dynamic cache only",
          lambda: generate(make(), ids, cache_implementation="static")),
-        (NotImplementedError, "inside sequence 0", lambda: make()(ids, attention_mask=hole)),
+        *((NotImplementedError, "inside sequence 0",
+           lambda at=at: make()(ids, attention_mask=hole, position_ids=at))
+          for at in (None, hole.cumsum(1).long() - 1)),
         *((NotImplementedError, f"does not take {name}, got 3", call(**{name: 3}))
           for name in ("sliding_window", "softcap", "s_aux", "position_bias")),
         (NotImplementedError, r"got attention_mask \[1, 1, 9, 9\]", call(torch.ones(1, 1, 9, 9))),
@@ -353,6 +360,8 @@ def test_what_nsa_lacks_is_refused():
         (ValueError, "it has", add(model)),
         (ValueError, "q_proj and k_proj", add(torch.nn.Linear(2, 2))),
     )  # fmt: skip
+    with pytest.warns(RuntimeWarning, match="output_attentions=True gives no weights"):
+        make()(ids, output_attentions=True)
 
 
 def test_gates_that_nobody_took_are_in_nobodys_way():

@@ -6,6 +6,7 @@ of its own, with a wheel for GPUs as well: of its compiled CPU functions the thr
 calls are written in PyTorch below.
 """
 
+import copy
 import dataclasses
 import importlib.util
 import inspect
@@ -353,13 +354,16 @@ def test_what_is_no_such_model_is_not_saved(tmp_path):
     assert list(tmp_path.iterdir()) == [file]  # nothing is begun
 
 
-def test_modules_that_are_one_are_saved_as_copies(tmp_path):
+def test_modules_that_are_one_or_compiled_are_saved_as_copies(tmp_path):
     model = NSALanguageModel(dataclasses.replace(C, d_v=C.d_k), vocab_size=9, n_layers=2)
     model.blocks[0].attention.phi_v = model.blocks[0].attention.phi_k
     model.blocks[1] = model.blocks[0]
-    integration.save_for_vllm(model, tmp_path, max_len=8)
-    saved = load_file(tmp_path / "model.safetensors")
-    torch.testing.assert_close(saved, dict(model.state_dict()), rtol=0, atol=0)
+    parts = copy.deepcopy(model)
+    parts.blocks[1] = torch.compile(parts.blocks[1], backend="eager")
+    for saved in (model, torch.compile(model, backend="eager"), parts):
+        integration.save_for_vllm(saved, tmp_path, max_len=8)
+        found = load_file(tmp_path / "model.safetensors")
+        torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=0)
 
 
 def prompts() -> list[list[int]]:
