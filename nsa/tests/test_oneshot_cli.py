@@ -24,7 +24,7 @@ import pytest
 
 from nsa.tests import oneshot_faults as faults
 from nsa.tests.oneshot_faults import ROOT, Outcome, command, environment, fake_gpu, git, go
-from nsa.tests.oneshot_samples import write_sample
+from nsa.tests.oneshot_samples import edit, write_sample
 from scripts import setup_env
 from scripts.oneshot import streams
 from scripts.oneshot.__main__ import VERBS, main
@@ -246,6 +246,37 @@ def test_attach_follows_to_the_verdict_and_says_once_that_a_run_is_running(tmp_p
     assert capsys.readouterr().out.rstrip().endswith("running: stage 5 of 11, triton_bwd")
     lock.release()
     assert attach.main([str(tmp_path), "--once"]) == 4
+
+
+@pytest.mark.parametrize("event", [
+    {"ev": "note"}, {"ev": "note", "m": None, "text": "x"}, {"ev": "stage_start", "m": 1.0},
+    {"ev": "stage_end", "m": 1.0, "result": None}, {"ev": "stage_end", "m": 1.0, "result": {}},
+])  # fmt: skip
+def test_attach_passes_over_what_no_run_wrote(event, tmp_path, capsys):
+    write_sample(tmp_path / "8ac3f21", "all_pass")
+    edit(tmp_path / "8ac3f21", lambda events: events.insert(3, event))
+    assert attach.main([str(tmp_path)]) == 0
+    assert "triton_fwd PASS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error, code, said", [
+    (KeyboardInterrupt(), 130, ""), (BrokenPipeError(32, "Broken pipe"), 4, ""),
+    (OSError(28, "No space left on device"), 4, "verify: No space left on device"),
+])  # fmt: skip
+def test_what_ends_a_verb_is_no_verdict(error, code, said, monkeypatch, capsys):
+    def verb(_argv):
+        raise error
+
+    monkeypatch.setattr(verify, "main", verb)
+    assert main(["verify", "x"]) == code
+    assert capsys.readouterr().err.strip() == said
+
+
+def test_render_names_the_file_that_cannot_be_written(tmp_path, capsys):
+    write_sample(tmp_path, "all_pass")
+    (tmp_path / "report.md").mkdir()
+    assert main(["render", str(tmp_path)]) == 4
+    assert capsys.readouterr().err.strip() == f"render: {tmp_path}/report.md: Is a directory"
 
 
 def test_scp_line_is_made_of_what_the_box_says():
