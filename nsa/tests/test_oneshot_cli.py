@@ -120,6 +120,19 @@ def test_an_option_of_the_environment_is_told_to_mean_nothing(argv, told, monkey
     assert [x.split()[0] for x in said] == told
 
 
+@pytest.mark.parametrize("flags, told", [
+    (" -- PROFIL=quick", "PROFILE="), (" --jobserver-auth=3,4 -- OUT=/x profile=cpu", "PROFILE="),
+    (" -- DRY_RUN=1", "--dry-run of the script"), (" -- out_dir=/x", "OUT="),
+    (r" -- OUT=/a\ b BUDGET=2m NSA_COMMIT=abcd PYTHON=/x CUDA_VISIBLE_DEVICES=0", None),
+    ("k", None),
+])  # fmt: skip
+def test_a_slip_behind_make_is_a_usage_error(flags, told, monkeypatch, capsys):
+    monkeypatch.setenv("MAKEFLAGS", flags)
+    code, said = runner.main(["--dry-run", "--profile", "cpu"]), capsys.readouterr().err
+    assert code == (2 if told else 0) and ("did you mean" in said) == bool(told)
+    assert not told or said.strip().endswith(f"did you mean {told}?")
+
+
 def test_verbs(capsys):
     assert main(["fly"]) == 2 and main(["--help"]) == 0
     assert main(["run", "--dry-run", "--profile", "cpu"]) == 0

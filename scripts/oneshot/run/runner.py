@@ -44,7 +44,7 @@ from scripts.oneshot.record.reading import read_text
 from scripts.oneshot.record.redact import RULES_VERSION, Redactor
 from scripts.oneshot.report.tables import check_csvs
 from scripts.oneshot.run import supervise
-from scripts.oneshot.run.arguments import parser
+from scripts.oneshot.run.arguments import parser, slips_of_make
 from scripts.oneshot.run.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.run.place import Place
 from scripts.oneshot.run.progress import Progress
@@ -572,6 +572,9 @@ def main(argv: list[str]) -> int:
 
 def _main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    if slips := [*slips_of_make(os.environ.get("MAKEFLAGS", ""))]:
+        say("\n".join(slips))
+        return judge.EXIT_USAGE
     for name, given in (("PROFILE", args.profile != "auto"), ("BUDGET", args.budget)):
         if name in os.environ and not given:
             option = f"--{name.lower()}, or {name}=... behind make gpu-report"
