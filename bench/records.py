@@ -546,6 +546,8 @@ def read_csv(path: str | Path, columns: Sequence[str] = ()) -> list[dict[str, st
             raise ValueError(f"{path} is no CSV: {error}") from None
     if not header:
         raise ValueError(f"{path} has no header line")
+    if twice := [name for name in dict.fromkeys(header) if list(header).count(name) > 1]:
+        raise ValueError(f"{path}:1: twice the column {', '.join(twice)}")
     for number, row in enumerate(rows, 2):
         if "_more" in row or None in row.values():
             raise ValueError(f"{path}:{number} has not the {len(header)} columns that it names")
