@@ -280,7 +280,7 @@ class BenchRow:
     sm_mhz: Sequence[int] | None = None  # lowest and highest
     sm_mhz_median: float | None = None
     power_w: float | None = None
-    reasons: Sequence[str] = ()
+    reasons: Sequence[str] | None = None  # why the clocks were held down; None where nobody knows
     stop: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
 

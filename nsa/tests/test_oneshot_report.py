@@ -613,7 +613,7 @@ def test_a_box_is_good_by_its_shares_and_by_nothing_that_was_not_asked(sample):
     assert said in told(first.box(view_of(sample, health=known | kept)))
     unasked = {"throttled": None, "memory_used_by_others_mib": None}
     card = first.box(view_of(sample, health=known | unasked))
-    assert "throttle" not in told(card) and "nobody" not in told(card)
+    assert "nothing tells whether it throttled" in told(card) and "nobody" not in told(card)
     for unmeasured in (None, {"status": "OK"}, {"copy_gbs": 4010.0}):
         assert first.box(view_of(sample, health=unmeasured)).answer == "Not measured."
 

@@ -68,8 +68,10 @@ def box(view: View) -> Answer:
             f"{num(kept)} MiB of its memory kept {num(health.get('memory_test_patterns'))} "
             f"patterns, and {num(health.get('bf16_product_repeats'))} matmuls were right and alike"
         )
-    if health.get("throttled") is False:
-        facts.append("it did not throttle while this was measured")
+    if measured and not health.get("throttled"):
+        known = health.get("throttled") is False
+        lead = "it did not throttle" if known else "nothing tells whether it throttled"
+        facts.append(f"{lead} while this was measured")
     others = health.get("memory_used_by_others_mib")
     if is_number(others) and not data["device"].get("shared"):
         alone = others < OTHERS_MIB
