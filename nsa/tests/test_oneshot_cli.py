@@ -133,6 +133,18 @@ def test_a_slip_behind_make_is_a_usage_error(flags, told, monkeypatch, capsys):
     assert not told or said.strip().endswith(f"did you mean {told}?")
 
 
+@pytest.mark.parametrize("there", [(), ("report.md",), ("report.md", "report.html")])
+def test_the_last_words_name_the_reports_that_are_there(there, tmp_path):
+    said = []
+    run = SimpleNamespace(progress=SimpleNamespace(line=said.append), folder=tmp_path, saved=False,
+                          scope="cpu")  # fmt: skip
+    for name in there:
+        (tmp_path / name).touch()
+    data = {"verdict": {"one_line": "PASS"}, "redaction": {"gate": "clean"}}
+    runner.Run._last_words(run, data, None, 4)
+    assert re.findall(r"report\.\w+", " ".join(said)) == [*there]
+
+
 def test_verbs(capsys):
     assert main(["fly"]) == 2 and main(["--help"]) == 0
     assert main(["run", "--dry-run", "--profile", "cpu"]) == 0
@@ -296,6 +308,7 @@ def test_scp_line_is_made_of_what_the_box_says():
     path = Path("/x/a.tgz")
     pod = {"RUNPOD_PUBLIC_IP": "203.0.113.9", "RUNPOD_TCP_PORT_22": "40022", "USER": "u"}
     assert scp_line(pod, path) == "scp -P 40022 u@203.0.113.9:/x/a.tgz ."
+    assert scp_line(pod, Path("/x y/a.tgz")) == "scp -P 40022 'u@203.0.113.9:/x y/a.tgz' ."
     assert scp_line({}, path) is None
 
 

@@ -485,15 +485,16 @@ class Run:
             what = "the reports are not whole"
             have = "report.md is full, but issue.md, report.html or the plots may be missing"
         self.progress.line(f"WARN  {what}: {self.redactor.text(problem)}")
-        again = f"python -m scripts.oneshot render {self.folder}"
+        again = f"python -m scripts.oneshot render {shlex.quote(str(self.folder))}"
         self.progress.line(f"      {have}; try again: {again}")
 
     def _last_words(self, data: dict[str, Any], packed: tuple | None, code: int) -> None:
         """packed: the archive's path, sha256 and size."""
         tell = self.progress.line
-        tell(f"\n{data['verdict']['one_line']}\nreport:  {self.folder / 'report.md'}")
-        if (self.folder / "report.html").is_file():
-            tell(f"         {self.folder / 'report.html'}  (the same for a browser)")
+        tell(f"\n{data['verdict']['one_line']}")
+        for head, name, more in (("report:", "md", ""), ("", "html", "  (the same for a browser)")):
+            if (report := self.folder / f"report.{name}").is_file():
+                tell(f"{head:8} {report}{more}")
         if packed:
             path, digest, size = packed
             tell(f"bundle:  {path}  ({size / 2**20:.1f} MiB)\nsha256:  {digest}")
