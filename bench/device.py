@@ -85,10 +85,11 @@ class Gpu:
         return Ceilings(self.bus_gbs, self.tensor_tflops, "nominal")
 
     def state(self) -> dict[str, Any]:
-        """Clocks (MHz), power (W), temperature (C) and throttle reasons at this moment."""
+        """Clocks (MHz), power (W), temperature (C) and throttle reasons at this moment; None for
+        what nobody tells."""
         pynvml = self.nvml and self.nvml[0]
         if not pynvml:
-            return {"sm_mhz": None, "power_w": None, "temp_c": None, "reasons": []}
+            return dict.fromkeys(("sm_mhz", "power_w", "temp_c", "reasons"))
         power = self.ask("nvmlDeviceGetPowerUsage")
         bits = self.ask("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:
@@ -97,7 +98,7 @@ class Gpu:
             "sm_mhz": self.ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
             "power_w": power / 1e3 if power is not None else None,
             "temp_c": self.ask("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
-            "reasons": [name for name, bit in _REASONS.items() if (bits or 0) & bit],
+            "reasons": None if bits is None else [n for n, bit in _REASONS.items() if bits & bit],
         }
 
     def watch(self, every_s: float = 0.025) -> "Watch":
@@ -131,14 +132,16 @@ class Watch:
             self.states.append(self.gpu.state())
 
     def summary(self) -> dict[str, Any]:
-        """sm_mhz [lowest, highest], sm_mhz_median, power_w (median) and every reason seen."""
+        """sm_mhz [lowest, highest], sm_mhz_median, power_w (median) and every reason seen; None for
+        what nobody told."""
+        told = [s["reasons"] for s in self.states if s["reasons"] is not None]
         clocks = [s["sm_mhz"] for s in self.states if s["sm_mhz"]]
         power = [s["power_w"] for s in self.states if s["power_w"]]
         return {
             "sm_mhz": [min(clocks), max(clocks)] if clocks else None,
             "sm_mhz_median": statistics.median(clocks) if clocks else None,
             "power_w": round(statistics.median(power), 1) if power else None,
-            "reasons": sorted({r for s in self.states for r in s["reasons"]}),
+            "reasons": sorted({r for reasons in told for r in reasons}) if told else None,
         }
 
 

@@ -195,7 +195,7 @@ def measure(gpu: Gpu, in_use: Mapping[str, int], deep: bool) -> dict[str, Any]:
         upload, latency = h2d_gbs(clock), launch_us(clock)
         ratios = aa_ratios(clock)
     seen = watch.summary()
-    throttled = sorted(THROTTLED & set(seen["reasons"]))
+    throttled = sorted(THROTTLED & set(seen["reasons"] or ()))
     if throttled:
         why.append(f"throttled while measured: {', '.join(throttled)}")
     row = {
@@ -206,8 +206,9 @@ def measure(gpu: Gpu, in_use: Mapping[str, int], deep: bool) -> dict[str, Any]:
         "gemm_frac": burst / gpu.tensor_tflops if gpu.tensor_tflops else None,
         "h2d_gbs": upload, "launch_us": latency, "aa_noise_floor": noise_floor(ratios),
         "aa_trials": len(ratios), "aa_worst": max(abs(r - 1) for r in ratios),
-        "throttled": bool(throttled), "sm_mhz": seen["sm_mhz"], "power_w": seen["power_w"],
-        "reasons": seen["reasons"], **facts, "why": why, **corruption(deep), **provenance(gpu),
+        "throttled": None if seen["reasons"] is None else bool(throttled),
+        **{name: seen[name] for name in ("sm_mhz", "power_w", "reasons")}, **facts, "why": why,
+        **corruption(deep), **provenance(gpu),
     }  # fmt: skip
     faults = card_faults(row)
     row["why"] = [*faults, *why, *judge(row, gpu)]

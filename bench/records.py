@@ -280,7 +280,7 @@ class BenchRow:
     sm_mhz: Sequence[int] | None = None  # lowest and highest
     sm_mhz_median: float | None = None
     power_w: float | None = None
-    reasons: Sequence[str] = ()
+    reasons: Sequence[str] | None = None  # why the clocks were held down; None where nobody knows
     stop: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
 
@@ -546,6 +546,8 @@ def read_csv(path: str | Path, columns: Sequence[str] = ()) -> list[dict[str, st
             raise ValueError(f"{path} is no CSV: {error}") from None
     if not header:
         raise ValueError(f"{path} has no header line")
+    if twice := [name for name in dict.fromkeys(header) if list(header).count(name) > 1]:
+        raise ValueError(f"{path}:1: twice the column {', '.join(twice)}")
     for number, row in enumerate(rows, 2):
         if "_more" in row or None in row.values():
             raise ValueError(f"{path}:{number} has not the {len(header)} columns that it names")

@@ -416,7 +416,7 @@ def _measured(
         numbers |= {"baseline": base.name, "order": "ABBA"}
         with spent.on("proof"):
             numbers |= _baseline(case, base, samples.base, clock, cold, ceiling, bool(shaky))
-    throttled = sorted(THROTTLED & set(state["reasons"]))
+    throttled = sorted(THROTTLED & set(state["reasons"] or ()))
     if throttled:
         reasons.append(f"throttled: {', '.join(throttled)}")
     with spent.on("walls"):

@@ -58,6 +58,9 @@ def nvidia_hardware() -> str | None:
     try:
         from scripts.oneshot.box import env as box
 
+        if hidden := box.why_hidden(os.environ):  # then there is nothing to install a torch for
+            say(f"== {hidden}")
+            return None
         return box.nvidia_hardware()
     except Exception as error:  # an old Python, or a box without /proc: nvidia-smi decides
         if shutil.which("nvidia-smi"):

@@ -214,6 +214,12 @@ for name, text in CANARIES.items():
     send("metric", name=text, value=1.0, unit=text)
     send("progress", done=1, total=2, text=text)
 """,
+    "odd_metrics": """
+passed()
+send("metric", name="first_call_ms", value="soon", unit="ms")
+send("metric", name="peak_vram_mib", value=[1], unit="MiB")
+""",
+    "nameless_case": "parity(case='', status='FAIL', why=['wrong'])",
     "endless_row": r"passed(); [raw(b'\x00\xffgarbage {' * 4096) for _ in range(200)]",
     "pipes": """
 passed()

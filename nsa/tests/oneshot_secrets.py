@@ -57,8 +57,11 @@ ldapsearch -w {{S3cr3t}} -x
 postgres://bob:{{P@hunter2}}@db/x ¦ bob:{{p@hunter2}}@db:5432/x
 https://bob:P@{{ssw0rd!2024}}@git.example.com/x.git ¦ https://{{user:sec/}}ret@host.example.com/
 https://bob@example.com:pa/{{s@hunter2}}@host/o/r ¦ https://:{{a:b/c}}@host/
+https://{{user:1234/x}}@host/p ¦ postgres://{{bob:80/se@cret}}@db.example.com/x
+https://{{bob:8080/x}}@192.0.2.7:80/p ¦ bob:{{hunter2}}@192.0.2.7/x ¦ //bob:{{hunter2}}@host/path
 https://bob:it's{{hunter2}}@host/ ¦ https://{{tok@en}}@host/ ¦ ssh://bob:8{{0a/x}}@host/
 ¦¦ a token, a session, a password
+password='{{hunt\'er2 x}}' ¦ {"password": "{{hunt\"er2 x}}", "a": "b"}
 MYSQL_PWD={{hunter}} ¦ export DB_PASS={{hunter}} ¦ {'MYSQL_PWD': '{{hunter}}'} ¦ Pwd={{hunter}};
 FOO_KEY='{{correct horse battery}}' ¦ FOO_AUTH="{{correct horse}}" ¦ FOO_KEY={{abcd1234}}
 password={{$ecretPass1}} ¦ password='{{$ecret Pass}}' ¦ password={{no$ecret}} ¦ password={{%secret}}
@@ -95,6 +98,8 @@ login: {{bob}} ¦ ssh-ed25519 AAAAC3NzaC1lZDI1 {{bob}}@x ¦ /nfs/home/{{bob}}/x.
 {{alice}}%40example.com ¦ mail to {{bob%40example.com}} ¦ {{bob@example.com}}
 by {{Bob@Example.COM}} (at) ¦ x={{bob%40mail.example.org}}&y ¦ report_{{bob@example.com}}.csv
 /data/users/{{bob}}/x ¦ {{bob=40example.com}} ¦ {{bob&#64;example.com}}
+SLURM_JOB_USER={{jane}} ¦ PGUSER={{jane}}
+uid=1001({{jane}}) gid=1001({{jane}}) groups=1001({{jane}})
 ¦¦ a host
 on {{POD-9F8E7D6C}} ¦ x_{{pod-9f8e7d6c}}_y ¦ events.out.tfevents.17.{{pod-9f8e7d6c}}.9.0
 alice@{{gpubox}}:~$ ¦ root@{{4f2c9a1b7d3e}}:/workspace# ¦ ssh root@{{box}} ¦ bob@{{gpu-17}} said

@@ -20,7 +20,7 @@ from bench import bench_prefill as PREFILL
 from bench import bench_sel_triton as SEL
 from bench import health
 from bench.cases import truths
-from bench.device import Ceilings, Gpu, ceilings
+from bench.device import Ceilings, Gpu, Watch, ceilings
 from bench.parity import never_launched
 from bench.prefill_inputs import DOCUMENT, NOISE, Pack, Prefill, Projections, distinct_blocks
 from bench.proof import NotRight, Turns, prove
@@ -455,6 +455,9 @@ def test_what_a_card_says_is_in_the_units_it_says():
         state = gpu.state()
         assert (state["power_w"], state["sm_mhz"]) == (512.3, 1980)
         assert state["reasons"] == ["HwSlowdown"]
+    silent = card(**answers).state()  # a slice, or an old driver
+    assert silent["reasons"] is Watch(None, states=[silent]).summary()["reasons"] is None
+    assert Watch(None, states=[silent, state]).summary()["reasons"] == ["HwSlowdown"]
 
 
 @pytest.mark.parametrize("arch, dtype, width, whole, usable", [

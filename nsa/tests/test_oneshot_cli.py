@@ -24,7 +24,7 @@ import pytest
 
 from nsa.tests import oneshot_faults as faults
 from nsa.tests.oneshot_faults import ROOT, Outcome, command, environment, fake_gpu, git, go
-from nsa.tests.oneshot_samples import write_sample
+from nsa.tests.oneshot_samples import edit, write_sample
 from scripts import setup_env
 from scripts.oneshot import streams
 from scripts.oneshot.__main__ import VERBS, main
@@ -118,6 +118,31 @@ def test_an_option_of_the_environment_is_told_to_mean_nothing(argv, told, monkey
     assert runner.main(["--dry-run", *argv]) == 0
     said = [x for x in capsys.readouterr().err.splitlines() if "environment means nothing" in x]
     assert [x.split()[0] for x in said] == told
+
+
+@pytest.mark.parametrize("flags, told", [
+    (" -- PROFIL=quick", "PROFILE="), (" --jobserver-auth=3,4 -- OUT=/x profile=cpu", "PROFILE="),
+    (" -- DRY_RUN=1", "--dry-run of the script"), (" -- out_dir=/x", "OUT="),
+    (r" -- OUT=/a\ b BUDGET=2m NSA_COMMIT=abcd PYTHON=/x CUDA_VISIBLE_DEVICES=0", None),
+    ("k", None),
+])  # fmt: skip
+def test_a_slip_behind_make_is_a_usage_error(flags, told, monkeypatch, capsys):
+    monkeypatch.setenv("MAKEFLAGS", flags)
+    code, said = runner.main(["--dry-run", "--profile", "cpu"]), capsys.readouterr().err
+    assert code == (2 if told else 0) and ("did you mean" in said) == bool(told)
+    assert not told or said.strip().endswith(f"did you mean {told}?")
+
+
+@pytest.mark.parametrize("there", [(), ("report.md",), ("report.md", "report.html")])
+def test_the_last_words_name_the_reports_that_are_there(there, tmp_path):
+    said = []
+    run = SimpleNamespace(progress=SimpleNamespace(line=said.append), folder=tmp_path, saved=False,
+                          scope="cpu")  # fmt: skip
+    for name in there:
+        (tmp_path / name).touch()
+    data = {"verdict": {"one_line": "PASS"}, "redaction": {"gate": "clean"}}
+    runner.Run._last_words(run, data, None, 4)
+    assert re.findall(r"report\.\w+", " ".join(said)) == [*there]
 
 
 def test_verbs(capsys):
@@ -248,10 +273,42 @@ def test_attach_follows_to_the_verdict_and_says_once_that_a_run_is_running(tmp_p
     assert attach.main([str(tmp_path), "--once"]) == 4
 
 
+@pytest.mark.parametrize("event", [
+    {"ev": "note"}, {"ev": "note", "m": None, "text": "x"}, {"ev": "stage_start", "m": 1.0},
+    {"ev": "stage_end", "m": 1.0, "result": None}, {"ev": "stage_end", "m": 1.0, "result": {}},
+])  # fmt: skip
+def test_attach_passes_over_what_no_run_wrote(event, tmp_path, capsys):
+    write_sample(tmp_path / "8ac3f21", "all_pass")
+    edit(tmp_path / "8ac3f21", lambda events: events.insert(3, event))
+    assert attach.main([str(tmp_path)]) == 0
+    assert "triton_fwd PASS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error, code, said", [
+    (KeyboardInterrupt(), 130, ""), (BrokenPipeError(32, "Broken pipe"), 4, ""),
+    (OSError(28, "No space left on device"), 4, "verify: No space left on device"),
+])  # fmt: skip
+def test_what_ends_a_verb_is_no_verdict(error, code, said, monkeypatch, capsys):
+    def verb(_argv):
+        raise error
+
+    monkeypatch.setattr(verify, "main", verb)
+    assert main(["verify", "x"]) == code
+    assert capsys.readouterr().err.strip() == said
+
+
+def test_render_names_the_file_that_cannot_be_written(tmp_path, capsys):
+    write_sample(tmp_path, "all_pass")
+    (tmp_path / "report.md").mkdir()
+    assert main(["render", str(tmp_path)]) == 4
+    assert capsys.readouterr().err.strip() == f"render: {tmp_path}/report.md: Is a directory"
+
+
 def test_scp_line_is_made_of_what_the_box_says():
     path = Path("/x/a.tgz")
     pod = {"RUNPOD_PUBLIC_IP": "203.0.113.9", "RUNPOD_TCP_PORT_22": "40022", "USER": "u"}
     assert scp_line(pod, path) == "scp -P 40022 u@203.0.113.9:/x/a.tgz ."
+    assert scp_line(pod, Path("/x y/a.tgz")) == "scp -P 40022 'u@203.0.113.9:/x y/a.tgz' ."
     assert scp_line({}, path) is None
 
 

@@ -77,6 +77,8 @@ BOXES = [
     (dict(torch_error="ImportError: no torch"), "torch BLOCK no torch"),
     (dict(cuda_build=None), "torch BLOCK without CUDA"), (dict(hip="6.0"), "torch BLOCK ROCm"),
     (dict(cuda_works=None, cuda_error="driver on your system is too old"), "torch BLOCK too old"),
+    (dict(CUDA_VISIBLE_DEVICES="", cuda_build=None), "torch BLOCK hides every GPU -> unset it"),
+    (dict(CUDA_VISIBLE_DEVICES="0"), "torch OK 2.11.0+cu130"),
     (dict(triton=None), "triton BLOCK not installed"),
     (dict(triton="3.2.0"), "triton WARN torch names triton==3.6.0"),
     (dict(torch="2.4.0+cu121"), "torch WARN older than 2.10"),
@@ -287,6 +289,15 @@ def test_the_python_that_is_chosen(machine, monkeypatch, hardware, works, chosen
     assert choice["python"] == chosen
     if chosen == "/b/python3":
         assert choice["pythonpath"] == "" and "/a/python3" in choice["problems"][0]
+
+
+@pytest.mark.parametrize("given, seen", [
+    ("", None), (" ", None), ("-1", None), ("0", "PCI"), ("GPU-1a2b", "PCI"), ("MIG-1", "PCI"),
+])  # fmt: skip
+def test_nothing_is_installed_for_a_card_that_is_hidden(given, seen, monkeypatch):
+    monkeypatch.setattr(box, "nvidia_hardware", lambda: "PCI")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert setup_env.nvidia_hardware() == seen
 
 
 def test_a_given_python_wins_and_a_wrong_one_is_named(monkeypatch):

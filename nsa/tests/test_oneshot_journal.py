@@ -116,6 +116,7 @@ def test_bench_number_stands_only_beside_proof(changes, status):
     b'{"kind": "test", "nodeid": "a", "outcome": "fine"}', b'{"kind": "parity", "case": "x"}',
     b'{"kind": "bench", "status": "VALID"}', b"[" * 5000,
     b'{"kind": "session", "tests": true, "ended": true}', b'{"kind": "session", "tests": 3}',
+    b'{"kind": "metric", "value": 1.0}', b'{"kind": "metric", "name": ["loss"], "value": 1.0}',
 ])  # fmt: skip
 def test_what_is_no_row_is_refused(line):
     with pytest.raises(RowError):

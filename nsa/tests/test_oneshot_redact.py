@@ -105,6 +105,7 @@ cudnn-cu12: 9.10.2.21 ¦ nvrtc=12.4.5.8 ¦ tensorrt==10.3.0.26 ¦ cookie: none �
 token = first_token + 1 ¦ key=operator.itemgetter(0) ¦ class State(threading.local):
 q[0, -queries:] ¦ actions/checkout@v4 memcpy@GLIBC_2.14 image@sha256:12 ¦ malice and Alicedale
 https://host.example/@user/x ¦ https://pypi.example/pkg@1.0 ¦ http://[::1]:8000/@vite
+http://reg:5000/a@sha256:1 ¦ oci://reg:5000/a@v1.2 ¦ http://host:80/@vite ¦ uid=0(root) gid=0(root)
 https://host.example:8443/@user/x ¦ http://localhost:8000/a@1.0 ¦ git+https://h.example/o/r@v1.0
 PASSWORD=$DB_PASSWORD ¦ password="$PW" --x ¦ PASSWORD=${PW} ¦ PASSWORD=$(pass x) ¦ password=$1
 OLD_PWD=/opt/x ¦ PWD=/opt/x ¦ pass=fwd ¦ N_PASS: 1051 ¦ SORT_KEY='median' ¦ SORT_KEY=name_of_file

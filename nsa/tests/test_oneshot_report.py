@@ -613,7 +613,7 @@ def test_a_box_is_good_by_its_shares_and_by_nothing_that_was_not_asked(sample):
     assert said in told(first.box(view_of(sample, health=known | kept)))
     unasked = {"throttled": None, "memory_used_by_others_mib": None}
     card = first.box(view_of(sample, health=known | unasked))
-    assert "throttle" not in told(card) and "nobody" not in told(card)
+    assert "nothing tells whether it throttled" in told(card) and "nobody" not in told(card)
     for unmeasured in (None, {"status": "OK"}, {"copy_gbs": 4010.0}):
         assert first.box(view_of(sample, health=unmeasured)).answer == "Not measured."
 
@@ -681,8 +681,31 @@ def test_speed_that_is_unstable_has_its_mark_and_one_within_the_noise_no_ratio(t
     assert bars.rows[1].ratio == evidence.NO_DIFFERENCE
     wide = evidence.bar({**unstable, "D": 192}, None).name
     assert wide == "prefill, 8k tokens, heads of 192, forward" != bars.rows[0].name
-    assert card.answer == "prefill 1.13x as fast as dense attention." and card.colour == "doubt"
-    assert "UNSTABLE" in told(card)
+    same = f"{evidence.NO_DIFFERENCE} in 1 of 2 cases."
+    assert card.answer == f"prefill 1.13x as fast as dense attention; {same}"
+    assert card.colour == "doubt" and "UNSTABLE" in told(card)
+
+
+@pytest.mark.parametrize("changes, answer", [
+    (dict(speedup=1.005, speedup_ci95=[1.002, 1.008]), "no difference measurable in 1 of 1 cases."),
+    (dict(speedup=None, speedup_ci95=None), "no ratio was measured."),
+])  # fmt: skip
+def test_nothing_is_called_as_fast_as_dense_attention_without_a_ratio(tmp_path, changes, answer):
+    assert speed_of(tmp_path, {**REAL, **changes}).answer == answer
+
+
+def test_a_partial_run_answers_for_what_ran_alone(sample):
+    view = view_of(sample, partial="--only sanity")
+    assert first.kernels(view).answer == "As far as they ran."
+
+
+@pytest.mark.parametrize("argv, options", [
+    ([], ""), (["--gpus", "0,1", "--budget", "2m"], " GPUS=0,1"), (["~/a b"], " OUT=~/'a b'"),
+    (["<repo>/out", "--gpus", "all"], " OUT=out GPUS=all"),
+])  # fmt: skip
+def test_what_takes_up_a_run_finds_its_folder_and_its_cards(argv, options, tmp_path):
+    view = view_of(with_events(tmp_path, "incomplete", lambda events: events[0].update(argv=argv)))
+    assert f"make gpu-report PROFILE=standard{options} RESUME=1" in told(first.failed(view))
 
 
 def test_the_same_card_is_the_one_of_that_name_its_newest_valid_row_and_its_sizes(committed_rows):

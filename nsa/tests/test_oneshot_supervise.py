@@ -143,6 +143,12 @@ def test_no_row_is_lost_silently(context, monkeypatch):
     assert taken(row + b"\n" + row + b"\n" + b"x" * 300, b"y" * 300 + b"\n") == (1, 2)
 
 
+@pytest.mark.parametrize("name, status", [("odd_metrics", "PASS"), ("nameless_case", "FAIL")])
+def test_odd_rows_are_no_fault_of_the_runner(name, status, context):
+    result = run_stage(context, faults.stage(name)).to_json()
+    assert result["status"] == status and StageResult.from_json(result).first_call_ms is None
+
+
 def test_child_environment_is_an_allowlist():
     kept = {"PATH": "/bin", "NSA_USE_FA2": "1", "LC_ALL": "C"}
     left = "HF_TOKEN AWS_SECRET_ACCESS_KEY NSA_API_KEY NSA_COMMIT MY_VAR".split()

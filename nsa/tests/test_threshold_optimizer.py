@@ -173,6 +173,7 @@ def test_too_few_rows_and_rows_without_proof_are_refused(run, rows, code, says):
 
 @pytest.mark.parametrize("text, says", [
     ("", "no header"), ("L,dist\n64,few\n", "no column mode, N, H"), ("a,b\n1\n", ":2 has not"),
+    ("mode,speedup,speedup\nroute,0.9,9\n", "twice the column speedup"),
     (None, "x.csv"),
 ])  # fmt: skip
 def test_files_that_are_no_bench_csv_are_refused(text, says, tmp_path, capsys):

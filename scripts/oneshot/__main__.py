@@ -15,6 +15,7 @@ could not run (no GPU, unfit box, or no time left of its budget), or nothing was
 5 only invalid or unstable results; 6 redaction failed, nothing packed; 75 another run holds the GPU
 or the folder; 130/143 stopped by SIGINT/SIGTERM after saving what was there; what else would end a
 process (SIGQUIT, SIGXCPU, SIGUSR1) counts as SIGTERM. SIGHUP stops nothing.
+Every other verb ends with 4 where a file cannot be read or written, and with 130 after SIGINT.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ VERBS = {
     "compare": "compare.compare", "verify": "compare.verify", "trend": "compare.trend",
     "export": "compare.export", "attach": "run.attach",
 }  # fmt: skip
+INFRA = 4  # what the box does not let a verb do is no result
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +44,21 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in VERBS:
         print(f"unknown verb {argv[0]!r}; one of: {', '.join(VERBS)}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"scripts.oneshot.{VERBS[argv[0]]}").main(argv[1:])
+    verb = importlib.import_module(f"scripts.oneshot.{VERBS[argv[0]]}").main
+    if argv[0] == "run":  # it goes on, whatever becomes of its streams
+        return verb(argv[1:])
+    try:
+        code = verb(argv[1:])
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        return INFRA
+    except OSError as error:
+        names = [str(name) for name in (error.filename2 or error.filename,) if name]
+        streams.say(": ".join([argv[0], *names, error.strerror or str(error)]))
+        return INFRA
 
 
 def _stopped(number: int, _frame: object) -> None:
@@ -57,5 +73,4 @@ if __name__ == "__main__":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _stopped)
-        streams.leave_by(main)
-    raise SystemExit(main())
+    streams.leave_by(main)

@@ -86,6 +86,8 @@ def python(b: Box) -> Said:
 
 def torch(b: Box) -> Said:
     torch = b.torch
+    if b.gpu and (hidden := box.why_hidden(b.environ)):
+        return BLOCK, hidden, "unset it, or name a card of nvidia-smi in it"
     if torch.get("torch_error"):
         fix = "pip install torch, or name an interpreter that has it: PYTHON=/path/to/python"
         return BLOCK, f"torch does not import: {torch['torch_error']}", fix

@@ -105,6 +105,14 @@ def nvidia_hardware() -> str | None:
     return None
 
 
+def why_hidden(environ: Mapping[str, str]) -> str | None:
+    """Say so where CUDA_VISIBLE_DEVICES shows no GPU to any process; None where it may show one."""
+    given = environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None or re.match(r"\s*[^\s-]", given):
+        return None
+    return f"CUDA_VISIBLE_DEVICES={given!r} hides every GPU"
+
+
 def _cell(text: str) -> Any:
     text = text.strip()
     if text in ("", "[N/A]", "N/A", "[Not Supported]", "[Unknown Error]"):

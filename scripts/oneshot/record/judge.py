@@ -68,7 +68,7 @@ def _of(rows: list[dict[str, Any]], kind: str, *states: str) -> list[dict[str, A
 def _first(bad: list[dict[str, Any]], of: list[dict[str, Any]], words: str) -> str:
     """How many of `of` are `bad`, which is the first and why."""
     row = bad[0]
-    text = f"{len(bad)} of {len(of)} {words}, first {row.get('case') or row['nodeid']}"
+    text = f"{len(bad)} of {len(of)} {words}, first {row.get('case', row.get('nodeid'))}"
     return text if row["kind"] == "test" else f"{text}: {'; '.join(row['why']) or 'over its limit'}"
 
 

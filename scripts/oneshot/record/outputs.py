@@ -135,5 +135,6 @@ def scp_line(environ: Mapping[str, str], path: Path) -> str | None:
         (ssh[2], ssh[3]) if len(ssh) == 4 else (None, None),
     ):
         if host and port:
-            return f"scp -P {port} {environ.get('USER') or 'root'}@{host}:{path.resolve()} ."
+            source = f"{environ.get('USER') or 'root'}@{host}:{path.resolve()}"
+            return f"scp -P {port} {shlex.quote(source)} ."
     return None

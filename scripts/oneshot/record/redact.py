@@ -29,7 +29,7 @@ from urllib.parse import quote, quote_plus
 
 from scripts.oneshot.record.shapes import LOWER, SHAPES, Shape, Span, is_opaque
 
-RULES_VERSION = 5
+RULES_VERSION = 6
 
 ALLOWED_VARIABLES = re.compile(
     r"(NSA|CUDA|TORCH|PYTORCH|TRITON|FLASH|NCCL|OMP)_\w+|MAX_JOBS|LD_LIBRARY_PATH|LD_PRELOAD"
@@ -91,10 +91,13 @@ _NEAR = {
 }
 
 # A password may hold "@", and "/" where a ":" that begins no port says that it is one. Without
-# that, what stands behind "/" is the path, which may hold an "@" too.
+# that, what stands behind "/" is the path, which may hold an "@" too: of what may be a host with
+# its port, the "@" counts before what may be one itself, and no version.
 URL_USERINFO = re.compile(
-    r"\b([a-z][a-z0-9+.-]*://)(?:[^\s/:\"'<>\[]*:(?!\d{1,5}/)(?:[^\s\"'<>]|'(?=\w)){0,4096}"
-    r"|[^\s/\"'<>]+)@",
+    r"\b([a-z][a-z0-9+.-]*://)(?:[^\s/:\"'<>\[]*:(?!\d{1,5}/)(?:[^\s\"'<>]|'(?=\w)){0,4096}@"
+    r"|[^\s/\"'<>]+@"
+    r"|(?!localhost:)[^\s/:.\"'<>\[]+:\d{1,5}/[^\s\"'<>]{0,4096}(?<!/)@(?=[a-z<]|\d+(?:\.\d+){3})"
+    r"(?!sha\d|v\d))",
     re.IGNORECASE,
 )
 _URL_QUERY = re.compile(r"\b((?:https?|wss?|s3|gs)://[^\s\"'<>?#)]+)\?[^\s\"'<>)]+", re.IGNORECASE)

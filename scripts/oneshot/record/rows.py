@@ -23,7 +23,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "session": {"tests": int, "ended": bool},
     "parity": {"case": str, "status": PARITY_STATUSES},
     "bench": {"case": str, "status": records.BENCH_STATUSES},
-    **{k: {} for k in ("note", "metric", "health", "artifact", "progress", "recommend")},
+    "metric": {"name": str},
+    **{k: {} for k in ("note", "health", "artifact", "progress", "recommend")},
 }
 
 

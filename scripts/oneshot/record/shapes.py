@@ -106,7 +106,7 @@ _NAMED = re.compile(
     # How the value follows: as an assignment, as a block of YAML, or beside the name.
     r"(?P<sep>(?:[ \t]+is)?[ \t]*(?:=>|:=|->|={1,2}|:|%3[da])[ \t]*"
     r"(?:[|>][-+]?[ \t]*\r?\n[ \t]*)?|[ \t]+(?:is[ \t]+)?)"
-    r"(?:(?P<open>\\?[\"'])(?P<quoted>(?:(?!(?P=open))[^\r\n]|''){1,4096})(?P=open)"
+    r"(?:(?P<open>\\?[\"'])(?P<quoted>(?:(?!(?P=open))(?:\\.|[^\r\n])|''){1,4096})(?P=open)"
     r"|(?P<bare>[^\s\"',;&<>)}\]\\](?:(?!</)[^\s\"',;&<>)}\]\\]){0,511}))"
 )
 _REST = re.compile(r"(?:(?!</)[^\s\"',;&<>)}\]\\])*")  # of a longer one
@@ -287,7 +287,8 @@ place -> secret
     password :: (?i)\b(?:login|account|user)\s+\S+\s+password[ \t]+(\S+)
     password :: (?im)^[ \t]*password[ \t]+(\S+)[ \t]*$
     : :: (?m)^[\w.*-]+:(?:\d{4,5}|\*):[\w*.-]+:[\w*.-]+:(\S+)$
-    @ :: (?<![\w/.:-])[A-Za-z][\w.+-]*:((?!\d{1,5}@)[^\s:/"'<>]{3,})@(?!sha\d|v?\d)[A-Za-z]
+    @ :: (?:(?<![\w/.:-])|(?<=(?<!:)//))[A-Za-z][\w.+-]*:((?!\d{1,5}@)[^\s:/"'<>]{3,})@
+        (?:(?:\d+\.){3}\d|<ip-\d|(?!sha\d|v?\d)[A-Za-z])
     auth :: (?i)\bauth[ \t]*=[ \t]*\([ \t]*["'][^"'\n]*["'][ \t]*,[ \t]*["']([^"'\n]+)
     authorization :: (?i)\b(?:proxy-)?authorization["']?\s*[:=]\s*["']?
         ((?:bearer|basic|token|digest)\s+(?!<)(?:(?!</)[^\s"',;])+|(?!<)(?:(?!</)[^\s"',;]){4,})
@@ -345,7 +346,8 @@ host -> <host>
     arn:aws i-0 :: \barn:aws[\w-]*:[\w-]*:[\w-]*:(\d{12}):|\b(i-[0-9a-f]{17})\b
 user -> <user>
     @<host %40<host @localhost :: (?<![\w.+-])(?!root@)({NAME})(?:@|%40)(?=<host>|localhost\b)
-    user logname :: \b(?:USER|LOGNAME|USERNAME)=(?!root\b)([A-Za-z][\w.-]*)
+    user logname :: (?<![A-Za-z0-9])(?:PG)?(?:USER|LOGNAME|USERNAME)=(?!root\b)([A-Za-z][\w.-]*)
+    uid= gid= groups= :: \b(?:[ug]id|groups)=\d+\((?!root\))([A-Za-z][\w.-]*)\)
     login: logname username :: (?i)\b(?:username|login|logname)["']?[ \t]*:[ \t]*["']?
         (?!root\b)([a-z][\w.-]*)
     \users\ :: \b[A-Za-z]:\\+Users\\+([^\\\s"'<>]+)

@@ -68,8 +68,10 @@ def box(view: View) -> Answer:
             f"{num(kept)} MiB of its memory kept {num(health.get('memory_test_patterns'))} "
             f"patterns, and {num(health.get('bf16_product_repeats'))} matmuls were right and alike"
         )
-    if health.get("throttled") is False:
-        facts.append("it did not throttle while this was measured")
+    if measured and not health.get("throttled"):
+        known = health.get("throttled") is False
+        lead = "it did not throttle" if known else "nothing tells whether it throttled"
+        facts.append(f"{lead} while this was measured")
     others = health.get("memory_used_by_others_mib")
     if is_number(others) and not data["device"].get("shared"):
         alone = others < OTHERS_MIB
@@ -106,6 +108,7 @@ def kernels(view: View) -> Answer:
     short = [s for s in view.data["stages"] if s["status"] != "PASS" and s.get("required", True)]
     of_kernels = [s for s in short if s.get("group") == "parity"]
     unproven = [f"{code(s['id'], 60)} {s['status']}" for s in of_kernels]
+    short_of = unproven or view.data.get("partial")
     if unproven:
         facts.append(f"not proven: {', '.join(unproven)}")
     for status, words in (("FAIL", "wrong"), ("INVALID", "not proven")):
@@ -113,7 +116,7 @@ def kernels(view: View) -> Answer:
             wrong.append(f"{n} of {len(parity)} results are {words}")
     if failed_tests:
         wrong.append(f"{failed_tests} of {passed + failed_tests} tests failed")
-    answer, colour = ("As far as they ran.", "doubt") if unproven else ("Yes.", "good")
+    answer, colour = ("As far as they ran.", "doubt") if short_of else ("Yes.", "good")
     if not parity and not passed:
         answer, colour = "Not proven: nothing ran.", "quiet"
     if wrong:
@@ -136,13 +139,16 @@ def speed(view: View) -> Answer:
         found = before.get(key_of(str(row.get("bench")), row) or ())
         more = f"{us(found[0])} ({cell(found[1], 20)})" if found else ""
         bars.append(evidence.bar(row, view.floor, more))
+    ratios = [r for r in rows if is_number(r.get("speedup"))]
+    apart = [r for r in ratios if not evidence.speedup_text(r, view.floor)[0]]
     for name, way in (("prefill", "fwd"), ("its backward", "bwd"), ("decode", None)):
-        mine = [r for r in rows if r.get("direction") == way and is_number(r.get("speedup"))]
-        shown = [r["speedup"] for r in mine if not evidence.speedup_text(r, view.floor)[0]]
-        if shown:  # those that show a difference
+        if shown := [r["speedup"] for r in apart if r.get("direction") == way]:
             ends = dict.fromkeys((f"{min(shown):.2f}x", f"{max(shown):.2f}x"))
             said.append(f"{name} {' to '.join(ends)}")
-    answer = f"{'; '.join(said)} as fast as dense attention." if said else "As dense attention."
+    answers = [f"{'; '.join(said)} as fast as dense attention"] if said else []
+    if alike := len(ratios) - len(apart):
+        answers.append(f"{evidence.NO_DIFFERENCE} in {alike} of {len(rows)} cases")
+    answer = f"{'; '.join(answers) or 'no ratio was measured'}."
     unstable = any(r["status"] == "UNSTABLE" for r in rows)
     text = "NSA and the fastest dense attention of torch took turns in this run; [95 % interval]."
     text += " \\* is UNSTABLE." if unstable else ""
@@ -239,9 +245,9 @@ def failed(view: View) -> Answer:
         blocks.append(f"and {len(wrong) - NAMED} more, under Failures")
     named = lambda stages: ", ".join(code(s["id"], 60) for s in stages)
     if cut:
-        again = f"make gpu-report PROFILE={shlex.quote(str(data['profile']))} RESUME=1"
         short = f"Time or memory did not reach for {named(cut)}."
-        blocks += [f"{short} This runs them and keeps what passed:", Code(fence(again, "bash"))]
+        again = Code(fence(_again(data), "bash"))
+        blocks += [f"{short} This runs them and keeps what passed:", again]
     absent = lambda s: s["status"] in ("NOT_RUN", "SKIPPED") and s.get("required", True)
     lost = [s for s in left if absent(s) and s not in cut]
     reasons = grouped(lost, lambda s: cell(s.get("reason"), 300))
@@ -255,6 +261,17 @@ def failed(view: View) -> Answer:
     if cut:
         return Answer(question, "Nothing, but not everything ran.", "doubt", blocks)
     return Answer(question, "Nothing.", "good")
+
+
+def _again(data: Mapping[str, Any]) -> str:
+    """The command that takes up a run where it was cut: in its folder, on its cards."""
+    argv, options = [str(part) for part in data["argv"]], {"PROFILE": str(data["profile"])}
+    if argv and not argv[0].startswith("-"):
+        options["OUT"] = argv[0].removeprefix("<repo>/")
+    if "--gpus" in argv[:-1]:
+        options["GPUS"] = argv[argv.index("--gpus") + 1]
+    quoted = (f"{name}={shlex.quote(value)}" for name, value in options.items())
+    return f"make gpu-report {' '.join(quoted)} RESUME=1".replace("'~/", "~/'")
 
 
 def _of_the_box(view: View) -> Iterator[str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from scripts.oneshot.run.stages import PROFILES
+
+OF_MAKE = ("PROFILE", "BUDGET", "ONLY", "SKIP", "RESUME", "GPUS", "PRICE", "OUT")
 
 
 def seconds(text: str) -> float:
@@ -58,3 +62,16 @@ def parser() -> argparse.ArgumentParser:
     flag("--verbose", "show what the stages print")
     flag("--detach", "go on in the background; see attach")
     return p
+
+
+def slips_of_make(flags: str) -> Iterator[str]:
+    """Say what is meant by variables on make's command line (its MAKEFLAGS) that are nearly called
+    as an option is: make takes any name, and the run would go on without it."""
+    given = re.findall(r"(?:^|\s)(\w+):*=", flags.partition("-- ")[2])
+    words = [text[2:] for action in parser()._actions for text in action.option_strings]
+    known = {name.upper().replace("-", "_"): f"--{name} of the script" for name in words if name}
+    known |= {"OUT_DIR": "OUT=", **{name: f"{name}=" for name in OF_MAKE}}
+    for name in given:
+        near = difflib.get_close_matches(name.upper(), known, 1, 0.8)
+        if near and name not in OF_MAKE:
+            yield f"{name}= means nothing to make gpu-report; did you mean {known[near[0]]}?"

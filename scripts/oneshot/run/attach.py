@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import fcntl
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from scripts.oneshot.record.capture import plain
 from scripts.oneshot.record.journal import read_events
 from scripts.oneshot.record.model import RunRecord
 
@@ -37,6 +40,17 @@ def alive(folder: Path) -> bool:
     return False
 
 
+def line(event: Mapping[str, Any]) -> str | None:
+    """Return the line of an event that matters; None of any other, and of one that no run wrote."""
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        result = event.get("result", {})
+        why = f"  {result['reason']}" if result.get("reason") else ""
+        texts = {"note": "{text}", "stage_start": "{stage} ...", "stage_end": "{id} {status}{why}"}
+        text = texts[event["ev"]].format_map({**event, **result, "why": why})
+        return plain(f"{event['m']:8.1f} s  {text}")
+    return None
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="oneshot attach", description=(__doc__ or "").split("\n")[0]
@@ -52,16 +66,8 @@ def main(argv: list[str]) -> int:
     while True:
         running = alive(folder)  # before reading, so that nothing is missed after it ended
         events = read_events(folder / "events.jsonl")
-        for event in events[seen:]:
-            text = event["text"] if event["ev"] == "note" else None
-            if event["ev"] == "stage_start":
-                text = f"{event['stage']} ..."
-            elif event["ev"] == "stage_end":
-                result = event["result"]
-                why = f"  {result['reason']}" if result.get("reason") else ""
-                text = f"{result['id']} {result['status']}{why}"
-            if text is not None:
-                print(f"{event['m']:8.1f} s  {text}", flush=True)
+        for text in filter(None, map(line, events[seen:])):
+            print(text, flush=True)
         seen = len(events)
         if args.once or not running:
             break
@@ -74,6 +80,6 @@ def main(argv: list[str]) -> int:
         print(f"running: stage {at} of {len(stages)}" + (f", {now}" if now else ""))
         return 0
     verdict = record.to_bundle()["verdict"]
-    print(verdict["one_line"])
+    print(plain(verdict["one_line"]))
     print(f"report: {folder / 'report.md'}")
     return verdict["exit_code"]

@@ -44,7 +44,7 @@ from scripts.oneshot.record.reading import read_text
 from scripts.oneshot.record.redact import RULES_VERSION, Redactor
 from scripts.oneshot.report.tables import check_csvs
 from scripts.oneshot.run import supervise
-from scripts.oneshot.run.arguments import parser
+from scripts.oneshot.run.arguments import parser, slips_of_make
 from scripts.oneshot.run.lock import Lock, Locked, folder_lock, gpu_lock
 from scripts.oneshot.run.place import Place
 from scripts.oneshot.run.progress import Progress
@@ -485,15 +485,16 @@ class Run:
             what = "the reports are not whole"
             have = "report.md is full, but issue.md, report.html or the plots may be missing"
         self.progress.line(f"WARN  {what}: {self.redactor.text(problem)}")
-        again = f"python -m scripts.oneshot render {self.folder}"
+        again = f"python -m scripts.oneshot render {shlex.quote(str(self.folder))}"
         self.progress.line(f"      {have}; try again: {again}")
 
     def _last_words(self, data: dict[str, Any], packed: tuple | None, code: int) -> None:
         """packed: the archive's path, sha256 and size."""
         tell = self.progress.line
-        tell(f"\n{data['verdict']['one_line']}\nreport:  {self.folder / 'report.md'}")
-        if (self.folder / "report.html").is_file():
-            tell(f"         {self.folder / 'report.html'}  (the same for a browser)")
+        tell(f"\n{data['verdict']['one_line']}")
+        for head, name, more in (("report:", "md", ""), ("", "html", "  (the same for a browser)")):
+            if (report := self.folder / f"report.{name}").is_file():
+                tell(f"{head:8} {report}{more}")
         if packed:
             path, digest, size = packed
             tell(f"bundle:  {path}  ({size / 2**20:.1f} MiB)\nsha256:  {digest}")
@@ -572,6 +573,9 @@ def main(argv: list[str]) -> int:
 
 def _main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    if slips := [*slips_of_make(os.environ.get("MAKEFLAGS", ""))]:
+        say("\n".join(slips))
+        return judge.EXIT_USAGE
     for name, given in (("PROFILE", args.profile != "auto"), ("BUDGET", args.budget)):
         if name in os.environ and not given:
             option = f"--{name.lower()}, or {name}=... behind make gpu-report"

@@ -20,7 +20,7 @@ from scripts.oneshot.record.journal import utc_now
 from scripts.oneshot.record.judge import Judgement, Status, judge
 from scripts.oneshot.record.model import Stage, StageResult
 from scripts.oneshot.record.redact import SECRET_NAME, Redactor, may_be_shown
-from scripts.oneshot.record.rows import RowError, parse_row, test_counts
+from scripts.oneshot.record.rows import RowError, is_number, parse_row, test_counts
 
 ROW_CAP_BYTES = 1024 * 1024
 ROWS_CAP = 20_000
@@ -392,7 +392,8 @@ def run_stage(
         reason = f"{reason}; it could not be killed and was left behind"
     if left and judgement.status is not Status.PASS:
         reason = f"{reason}; {left} of its processes outlived it and were killed"
-    metrics = {r["name"]: r.get("value") for r in rows if r["kind"] == "metric" and "name" in r}
+    metrics = {r["name"]: r.get("value") for r in rows if r["kind"] == "metric"}
+    metrics = {name: value for name, value in metrics.items() if is_number(value)}
     common |= {name: metrics.get(name) for name in ("first_call_ms", "peak_vram_mib")}
     return result_of(
         stage, replace(judgement, reason=reason), rc=rc, signal=_signal_name(rc),
