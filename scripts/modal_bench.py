@@ -7,10 +7,10 @@ The remote machine runs the same `scripts/runner_oneshot.sh` as any box; nothing
     python scripts/modal_bench.py --body-from artifacts/runner/<commit> --config configs/base.yaml
 
 Needs `pip install modal` and a Modal token for the first form only. Writes `<out>/<name>.tgz`, the
-unpacked bundle, `pr_body.md` and, with --config, what bench/threshold_optimizer.py --write makes of
-the bundle's CSVs (a threshold, if one qualifies, and FA-2's minimum lengths). Exit code: the
-runner's own (0 all required stages passed), 2 for a usage error or a file that cannot be edited, 4
-when no bundle came back.
+unpacked bundle, `pr_body.md` (its issue.md under what it proposes) and, with --config, what
+bench/threshold_optimizer.py --write makes of the bundle's CSVs (a threshold, if one qualifies, and
+FA-2's minimum lengths). Exit code: the runner's own (0 all required stages passed), 2 for a usage
+error or a file that cannot be edited, 4 when no bundle came back.
 """
 
 import argparse
@@ -26,8 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run by path, uninstalled
 
 from bench import threshold_optimizer
-from bench.records import MIN_SPEEDUP, doc_parser
-from scripts.oneshot.report.thresholds import routes_at, threshold_cells
+from bench.records import doc_parser
 from scripts.oneshot.run.stages import plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,9 +93,6 @@ def build_app(modal: Any, gpu: str, timeout_s: int) -> tuple[Any, Any]:
     return app, remote
 
 
-_cell = lambda value: str(value).replace("|", "\\|").replace("\n", " ")
-
-
 def _fa2_lengths(recommend: dict[str, Any]) -> str:
     """FA-2's minimum lengths, where some are proposed."""
     found = {name: recommend.get(name) for name in ("fa2_min_len_win", "fa2_min_len_cmp")}
@@ -115,59 +111,18 @@ def propose(folder: Path, bundle: dict[str, Any], config: Path) -> int:
     return threshold_optimizer.main([*argv, "--write", str(config)])
 
 
-def pr_body(bundle: dict[str, Any]) -> str:
-    """The pull-request text for one bundle (the contents of its bundle.json).
-
-    Proposes a threshold only where the bundle's own recommendation names one; otherwise it says
-    that no length qualifies and which cell decided it.
-    """
-    device, git = bundle["device"], bundle["git"]
+def pr_body(folder: Path, bundle: dict[str, Any]) -> str:
+    """The pull-request text for one bundle: what it proposes, then its own report for issues."""
     recommend = bundle.get("recommend") or {}
     min_l = recommend.get("sel_triton_min_L")
-    if min_l is None:
-        head = "No `sel_triton_min_L` qualifies"
-        why = f"Deciding cell: {recommend.get('blocking_case') or 'no selection bench ran'}."
-        why += " What is set stays. This is about `selection_attention` called alone:"
-        why += " `nsa_attention`, the layers and decode steps have no threshold."
-    else:
+    head = "No `sel_triton_min_L` qualifies"
+    if min_l is not None:
         head = f"Set `sel_triton_min_L` = {min_l}"
-        why = f"Evidence: {recommend.get('confidence') or 'see the table'}."
+    text = f"## {head} on {bundle['device']['name']}\n\n"
     if fa2 := _fa2_lengths(recommend):
-        why += f"\n\nFlashAttention-2 with Triton off, by the same rule: {fa2}."
-    least = recommend.get("min_speedup", MIN_SPEEDUP)
-    return f"""\
-## {head} on {device["name"]}
-
-{why}
-
-| | |
-|---|---|
-| verdict | {_cell(bundle["verdict"]["one_line"])} |
-| commit | {git["short"]}{" (dirty)" if git.get("dirty") else ""} |
-| device | {_cell(device["name"])}, SM {device.get("sm", "?")}, driver {device.get("driver", "?")} |
-| profile | {bundle.get("profile", "?")}, run {bundle.get("run_id", "?")} |
-
-{_bounds(bundle, least)}The threshold is the smallest tested length from which on every cell's \
-lower bounds, by the device's time and by wall, are at least {least:g}x.
-Repeat it with `make gpu-report PROFILE=standard` on such a GPU.
-"""
-
-
-def _bounds(bundle: dict[str, Any], least: float) -> str:
-    """The table of the lower bounds that decide the threshold; nothing without any."""
-    cells = threshold_cells(bundle.get("bench") or [])
-    if not cells:
-        return ""
-    text = """\
-Lower bounds of the speedup over packing plus SDPA, the smallest per selected length:
-
-| L | cells that carry it | device | wall | case of the smallest |
-|---|---|---|---|---|
-"""
-    for n, rows in cells.items():
-        e = routes_at(rows, least)
-        text += f"| {n} | {e['carry']}/{e['cells']} | {e['low']} | {e['wall']} | {e['case']} |\n"
-    return text + "\n"
+        text += f"FlashAttention-2 with Triton off, by the same rule: {fa2}.\n\n"
+    issue = folder / "issue.md"
+    return text + (issue.read_text() if issue.is_file() else bundle["verdict"]["one_line"] + "\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -202,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         bundle = json.loads((folder / "bundle.json").read_text())
     except (OSError, ValueError) as e:
         raise SystemExit(f"no readable bundle.json in {folder}: {e}") from e
-    (args.out / "pr_body.md").write_text(pr_body(bundle))
+    (args.out / "pr_body.md").write_text(pr_body(folder, bundle))
     print(args.out / "pr_body.md")
     if args.config and bundle.get("recommend") and propose(folder, bundle, args.config):
         return 2

@@ -443,9 +443,11 @@ def go(out: Path, stages: str, *options: str, **how) -> Outcome:
     return Outcome(process.returncode, console, out)
 
 
-def git(root: Path, *words: str, who: str = "t") -> None:
+def git(root: Path, *words: str, who: str = "t") -> str:
+    """What git prints."""
     identity = ["-c", f"user.name={who}", "-c", f"user.email={who}@example.com"]
-    subprocess.run(["git", *identity, *words], cwd=root, check=True, capture_output=True)
+    how = dict(cwd=root, check=True, capture_output=True, text=True)
+    return subprocess.run(["git", *identity, *words], **how).stdout.strip()
 
 
 def rows_of(argv: list[str], **env: str) -> tuple[subprocess.CompletedProcess, list[dict]]:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from bench.records import (
     write_target,
 )
 from nsa.tests.helpers import sent
-from nsa.tests.oneshot_faults import rows_of
+from nsa.tests.oneshot_faults import git, rows_of
 from scripts.oneshot.record.judge import Status, judge
 from scripts.oneshot.record.model import Stage
 from scripts.oneshot.record.rows import parse_row
@@ -148,12 +147,6 @@ def test_a_file_that_somebody_named_keeps_what_it_is(tmp_path):
     assert [p.stat().st_mode & 0o777 for p in tmp_path.glob("long*")] == [0o600]
     with pytest.raises(OSError, match="/proc/none"):
         write_target(Path("/proc/none"), "")
-
-
-def git(folder, *args):
-    as_somebody = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(["git", *as_somebody, *args], cwd=folder, check=True, capture_output=True)
-    return done.stdout.decode().strip()
 
 
 def test_rows_name_the_commit_of_their_sources(tmp_path, monkeypatch):
