@@ -255,6 +255,14 @@ def over_ranks(h: int, D: int, Dv: int, dtype: torch.dtype, W: int, blocks: int)
     parallel.merge(parts, make(1, 1, 2 * h, Dv), make(1, 1, 2 * h, 3))
 
 
+def fp8_of_ranks(D: int, Dv: int, dtype: torch.dtype) -> None:
+    """Call what makes numbers of FP8 rows for a step over ranks: of all, of some, of each query's."""
+    k, v = (torch.zeros(1, 64, 2, x).to(E4M3) for x in (D, Dv))
+    one, spans = torch.ones(1, 2), torch.zeros(1, 1, 2, 16, 2, dtype=torch.int32)
+    for where, apart in ((None, False), (spans[:, :, :, :1], False), (spans, True)):
+        parallel.numbers(k, v, one, one, dtype, 64, where, apart)
+
+
 Call = tuple[Callable[..., None], tuple]
 
 
@@ -378,6 +386,7 @@ def compiled_calls(arch: int) -> Iterator[Call]:
         yield into_pages, (16, 192, 128, F16, 4, phi, 64, phi == "mlp")
     yield over_ranks, (8, 192, 128, F16, 8, 512)
     yield over_ranks, (16, *most, BF16, 2, 1 << 15)
+    yield fp8_of_ranks, (*most, BF16)
     for D, Dv, T in ((192, 128, 2), (256, 256, 64)):
         yield append, (16, D, Dv, BF16, T, "mlp")
 
