@@ -256,7 +256,7 @@ def over_ranks(h: int, D: int, Dv: int, dtype: torch.dtype, W: int, blocks: int)
 
 
 def fp8_of_ranks(D: int, Dv: int, dtype: torch.dtype) -> None:
-    """Call what makes numbers of FP8 rows for a step over ranks: of all, of some, of each query's."""
+    """Call what makes numbers of FP8 rows for a step over ranks: of all, some, each query's own."""
     k, v = (torch.zeros(1, 64, 2, x).to(E4M3) for x in (D, Dv))
     one, spans = torch.ones(1, 2), torch.zeros(1, 1, 2, 16, 2, dtype=torch.int32)
     for where, apart in ((None, False), (spans[:, :, :, :1], False), (spans, True)):
