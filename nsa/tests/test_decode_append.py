@@ -326,7 +326,7 @@ def test_a_phi_of_other_sizes_is_refused_as_by_pytorch(phi, kernel_device):
     assert emit.learnt(layer.phi_v, cache, SMALL.d_v) and not emit.learnt(phi, cache, SMALL.d_v)
     if phi.d == SMALL.d:
         layer.phi_v = phi
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ValueError, match="x must have D="):
             layer.step(tokens(layer, 1), cache)
         assert cache.lengths == cache.lens.tolist() == [7]
 
