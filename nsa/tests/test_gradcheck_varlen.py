@@ -7,7 +7,8 @@ import torch
 
 import nsa
 from nsa import launches
-from nsa.kernels.triton_sel_kernel import selection_ranges_triton
+from nsa.flags import Flags
+from nsa.kernels.triton_sel_kernel import selection_attention_triton, selection_ranges_triton
 from nsa.tests.helpers import make_block_indices, make_qkv, make_ranges, randn
 from nsa.tests.sel_cases import inputs, oracle_ranges, rows_of
 
@@ -43,9 +44,18 @@ def test_gradcheck_of_branches(name, backend):
     assert check(lambda *x: run(*x, backend=backend), x, atol=1e-7, rtol=1e-5)
 
 
-# ---- the kernels of selection by ranges ----------------------------------------------------------
+# ---- the wrapper and its kernels -----------------------------------------------------------------
 
 SPANS = [[[0, 0], [0, 0]], [[2, 9], [5, 12]], [[0, 1], [19, 20]], [[0, 20], [3, 4]]]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_gradcheck_of_the_fallback_routes(pack):
+    """fp64 has no kernel: packed SDPA, or the reference where packing is off."""
+    leaves = inputs(torch.float64, G=1, Skv=20, D=2, Dv=4, grad=True)
+    flags = Flags(use_sel_pack=pack)
+    attend = lambda *x: selection_attention_triton(*x, rows_of(SPANS), flags=flags)
+    assert torch.autograd.gradcheck(attend, leaves)
 
 
 def test_gradcheck_of_the_kernels_along_directions(kernel_device):

@@ -9,8 +9,16 @@ import pytest
 import torch
 
 import nsa
+from nsa import oracle
 from nsa.attention import nsa_decode
-from nsa.tests.helpers import make_block_indices, make_qkv, make_ranges, randn
+from nsa.tests.helpers import (
+    HOSTILE_RANGE_KINDS,
+    RANGE_KINDS,
+    make_block_indices,
+    make_qkv,
+    make_ranges,
+    randn,
+)
 from nsa.tests.oracle_numbers import NAMES
 
 q, k, v = make_qkv(2, 16, 4, 2, 8, 6)
@@ -242,6 +250,15 @@ def test_a_window_may_be_any_number_of_the_last_keys_it_needs():
     at = dict(q_start=16, k_sel=far, v_sel=like, k_cmp=k[:, :7], v_cmp=v[:, :7])
     want = layer(**at, **window(far, like))
     assert torch.equal(layer(**at, **window(far[:, -20:], like[:, -20:])), want)
+
+
+@pytest.mark.parametrize("kind", RANGE_KINDS + HOSTILE_RANGE_KINDS)
+def test_hostile_ranges_attend_their_valid_union(kind, backend):
+    q, k, v = make_qkv(1, 6, 4, 2, 8, 6, Skv=23, dtype=torch.float64, seed=2)
+    ranges = make_ranges(kind, 1, 6, 2, 23, 13, seed=3)
+    out = nsa.selection_attention(q, k, v, ranges=ranges, backend=backend)
+    want = oracle.selection_attention(q, k, v, ranges)
+    torch.testing.assert_close(out, want, atol=1e-13, rtol=0)
 
 
 def test_block_indices_beyond_the_query_are_cut(backend):

@@ -95,6 +95,19 @@ def test_packed_equals_each_sequence_alone(backend):
     same(run(x, backend, cu=ends_of(lengths)), torch.cat(alone))
 
 
+def test_groups_are_independent(backend):
+    x = layer_inputs(37, seed=10)
+    y = run(x, backend)
+    other = {n: x[n].clone() for n in NAMES}
+    other["q"][:, :, 2:] *= -3
+    for name in NAMES[1:-1]:
+        other[name][:, :, 1] += 2
+    z = run(other, backend)
+    assert torch.equal(z[:, :, :2], y[:, :, :2]) and (z - y)[:, :, 2:].abs().max() > 0.1
+    swapped = {n: t.flip(2) if t.shape[2] == 2 else t[:, :, [2, 3, 0, 1]] for n, t in x.items()}
+    same(run(swapped, backend), y[:, :, [2, 3, 0, 1]])
+
+
 def test_scores_depend_on_relative_position_only(backend):
     """Rotate from position 0 or 1000: full-cover selection and the window give the same result."""
     q, k, v = make_qkv(1, 21, 4, 2, 8, 6, dtype=D, seed=11)

@@ -24,6 +24,13 @@ def x(S=37, B=1, seed=1):
     return randn(B, S, 24, seed=seed, dtype=torch.float64)
 
 
+def test_every_parameter_learns(block):
+    block(x(B=2)).square().sum().backward()
+    for name, p in block.named_parameters():
+        assert p.grad is not None and p.grad.abs().max() > 0, name
+        assert p.grad.isfinite().all(), name
+
+
 def test_weights_of_three_projections_load(block):
     """As they were saved before the projections were one."""
     state = block.state_dict()

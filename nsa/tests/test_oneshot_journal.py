@@ -191,6 +191,13 @@ def test_what_a_stage_had_to_write_and_did_not_is_no_pass(proof):
     assert said.status is Status.NOT_RUN and "not written: sel.csv" in said.reason
 
 
+def test_one_line_that_cannot_be_read_is_one_too_many():
+    """It may have been the row that failed."""
+    said = judge(stage(), 0, [checked(row_of_test("a"))], unreadable=1)
+    assert (said.status, said.kind) == (Status.INFRA, "CHANNEL")
+    assert said.reason.startswith("1 lines of the result channel were unreadable")
+
+
 def test_only_the_cpu_profile_does_not_fail_by_noise():
     (decode,) = [s for s in plan("cpu") if s.id == "decode_bench"]
     assert decode.proof == "row"

@@ -40,6 +40,13 @@ def test_mypy_reads_one_file_of_the_tests():
     assert [left_out(x) for x in ("", "typed_calls.py", "cases.py")] == [False, False, True]
 
 
+def test_every_name_loads():
+    for name in nsa.__all__:
+        assert getattr(nsa, name) is not None
+    for name, module in nsa._WHERE.items():
+        assert getattr(importlib.import_module(module, "nsa"), name) is getattr(nsa, name)
+
+
 def imported(path: Path) -> set[str]:
     """What a file names in its imports, those inside functions included, those for types alone
     not."""

@@ -64,6 +64,25 @@ def test_huge_scores_do_not_overflow(kernel_device):
     torch.testing.assert_close(got.double(), want.to(got.device), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("path", ["ranges", "varlen", "dense"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_extreme_ranges_attend_their_keys_in_reach(dtype, path, kernel_device):
+    """[300, INT_MIN) wraps around when its ends are subtracted, 2^32 is 0 in 32 bits."""
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    spans = [[300, low], [high, low], [low, high], [-5, high], [low, 7], [390, 1 << 30]]
+    if dtype == torch.int64:
+        spans += [[1 << 32, (1 << 32) + 5], [0, 5 - (1 << 32)], [3 - (1 << 32), 9]]
+    want_spans = [[max(a, 0), max(min(b, 400), 0)] for a, b in spans]
+    leaves = inputs(kernel_device, S=len(spans), Skv=400, grad=True)
+    as_ranges = lambda x: torch.tensor(x, device=kernel_device)[None, :, None, None]
+    results = []
+    for ranges in (as_ranges(spans).to(dtype), as_ranges(want_spans).clamp(max=400)):
+        out = selection_ranges_triton(*leaves, ranges, path=path)
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert_finite(**dict(zip(("out", "dq", "dk", "dv"), results[0], strict=True)))
+
+
 def test_expanded_gradient_of_the_output(kernel_device):
     """sum() hands the backward a gradient of stride 0."""
     x = inputs(kernel_device, FULL)
