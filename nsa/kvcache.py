@@ -441,11 +441,11 @@ def _append(args: dict[str, Any], backend: Backend | None, flags: Flags) -> None
 
 def _append_triton(args: dict[str, Any], flags: Flags) -> None:
     from nsa.kernels.decode import emit, write
-    from nsa.kernels.tiles import arch_of
+    from nsa.kernels.tiles import arch_of, check_e4m3
 
     caches, new, made = args["caches"], args["new"], args["made"]
-    if caches.k_descale is not None and arch_of(caches.lens.device) in range(1, 89):
-        raise NotImplementedError("e4m3 before SM 8.9")
+    if caches.k_descale is not None:
+        check_e4m3(arch_of(caches.lens.device))
     T = new["k_sel"].shape[1]
     names = "k_sel", "v_sel", "k_win", "v_win", "k_raw", "v_raw"
     held, given = [getattr(caches, name) for name in names], [new.get(name) for name in names]

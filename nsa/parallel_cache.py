@@ -334,10 +334,11 @@ def numbers(
     k: Tensor, v: Tensor, k_descale: Tensor, v_descale: Tensor, dtype: torch.dtype, size: int,
     spans: Tensor | None, apart: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What rows of e4m3 k and v [B, R, G, D] stand for, in dtype. apart: those in each query's
-    spans [B, T, G, n, 2] of at most `size` rows, [B * T, n * size, G, D], with zeros behind a
-    shorter one's. Else the first `size` rows, [B, size, G, D]; with spans nobody reads those
-    behind the first span of a sequence's last query."""
+    """Return the keys and values, in dtype, that rows of e4m3 k and v [B, R, G, D] stand for. With
+    `apart` they are those in each query's spans [B, T, G, n, 2] of at most `size` rows,
+    [B * T, n * size, G, D], and zeros behind a shorter span. Without it they are the first `size`
+    rows, [B, size, G, D]; where spans are given, nobody reads rows behind the first span of a
+    sequence's last query."""
     caches = (k, k_descale), (v, v_descale)
     if not apart:
         k, v = (fp8.dequantize(x[:, :size], descale, dtype) for x, descale in caches)

@@ -47,6 +47,12 @@ def arch_of(device: torch.device) -> int:
     return major * 10 + minor
 
 
+def check_e4m3(arch: int) -> None:
+    """Raise NotImplementedError where a GPU has no instructions for e4m3."""
+    if 0 < arch < 89:
+        raise NotImplementedError(f"FP8 caches need SM 8.9 or newer, got {arch}")
+
+
 def datacenter(arch: int) -> bool:
     """sm_90 and the sm_100 family: 227 KB of shared memory per block."""
     return arch in (90, 100, 103)

@@ -444,7 +444,7 @@ def go(out: Path, stages: str, *options: str, **how) -> Outcome:
 
 
 def git(root: Path, *words: str, who: str = "t") -> str:
-    """What git prints."""
+    """Return what git prints."""
     identity = ["-c", f"user.name={who}", "-c", f"user.email={who}@example.com"]
     how = dict(cwd=root, check=True, capture_output=True, text=True)
     return subprocess.run(["git", *identity, *words], **how).stdout.strip()

@@ -125,7 +125,7 @@ def test_one_launch_and_what_is_due_are_pytorchs(config, T, end, always, phi, dt
 
 
 class OneOfRanks(ParallelNSACache):
-    """What rank `rank` of `world` keeps, of which none exchanges anything."""
+    """The cache of one of `world` ranks, which appends without any exchange."""
 
     def __init__(self, config, batch, max_len, world, rank, **how):
         self.world, self.rank = world, rank

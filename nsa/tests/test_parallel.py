@@ -605,7 +605,7 @@ def _run_triton_steps(device: str, **kept: Any) -> None:
             want = exact.step(x[:, t : t + 1].float(), alone)
             errors.append((got.float() - want).abs().amax(-1))
             _same_everywhere(got)
-    # Of outputs up to 0.1; some tokens may choose another block, or be stored as the next e4m3.
+    # Outputs are up to 0.1. Some tokens may choose another block, or be stored as the next e4m3.
     worst, near = torch.stack(errors), 1e-2 if kept else 2e-3
     assert worst.max() < 2e-2 and (worst < near).float().mean() > 0.75, worst
     kernels = ["spans", "probabilities", "choose", "merge", *(["numbers"] if kept else [])]

@@ -268,8 +268,8 @@ def test_tokens_per_step_that_differ_are_told(tmp_path, capsys):
 def test_one_loss_that_is_not_finite_decides_the_exit_code(
     bad, row, name, code, tmp_path, monkeypatch
 ):
-    """Of two models: the last one's loss does not make up for the first one's. What the last step
-    spoils only the held-out loss shows."""
+    """The loss of a second model does not make up for the first one's, and a last step that went
+    wrong is seen by the held-out loss alone."""
     real, runs = train.train, []
 
     def spoilt(*args, **how):

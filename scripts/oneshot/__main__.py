@@ -33,7 +33,6 @@ VERBS = {
     "compare": "compare.compare", "verify": "compare.verify", "trend": "compare.trend",
     "export": "compare.export", "attach": "run.attach",
 }  # fmt: skip
-INFRA = 4  # what the box does not let a verb do is no result
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     verb = importlib.import_module(f"scripts.oneshot.{VERBS[argv[0]]}").main
     if argv[0] == "run":  # it goes on, whatever becomes of its streams
         return verb(argv[1:])
+    from scripts.oneshot.record.judge import EXIT_INFRA  # what the box does not let a verb do
+
     try:
         code = verb(argv[1:])
         sys.stdout.flush()
@@ -54,11 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        return INFRA
+        return EXIT_INFRA
     except OSError as error:
         names = [str(name) for name in (error.filename2 or error.filename,) if name]
         streams.say(": ".join([argv[0], *names, error.strerror or str(error)]))
-        return INFRA
+        return EXIT_INFRA
 
 
 def _stopped(number: int, _frame: object) -> None:

@@ -89,7 +89,7 @@ def _decode_append_kernel(
     T, HQ, G, raw_rows, sel_rows, win_rows, hidden_width,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_H: tl.constexpr, GATES: tl.constexpr, DEPTH: tl.constexpr, COUNTER: tl.constexpr,
-    SEL_BLOCK: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
+    SIZE: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """QKV [B, T, ..]: of each token HQ * D queries, 3 (raw, sel, win) * G * D keys and 3 * G * DV
     values. HIDDEN [B, T, hidden_width]: the gates' hidden layer before silu.
@@ -131,7 +131,7 @@ def _decode_append_kernel(
             k_out = K_RAW
             v_out = V_RAW
         elif branch == 1:
-            first = batch * sel_rows + rank_row(position, sel_rows, SEL_BLOCK, WORLD, RANK)
+            first = batch * sel_rows + rank_row(position, sel_rows, SIZE, WORLD, RANK)
             k_out = K_SEL
             v_out = V_SEL
         else:
@@ -166,7 +166,7 @@ def _append_plan(
     return parts, dict(
         D=c.d_k, DV=c.d_v, BLOCK_HALF=pow2(c.d_k // 2), BLOCK_DV=pow2(c.d_v), BLOCK_H=BLOCK_H,
         GATES=GATES, DEPTH=min(pow2(hidden), DEPTH), COUNTER=COUNTER,
-        SEL_BLOCK=c.l_sel if world > 1 else 1, WORLD=world, RANK=rank, num_warps=1,
+        SIZE=c.l_sel if world > 1 else 1, WORLD=world, RANK=rank, num_warps=1,
     ), {}  # fmt: skip
 
 

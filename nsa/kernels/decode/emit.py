@@ -44,7 +44,7 @@ def _where(c: CacheRows) -> tuple[list[Tensor], Tensor, tuple[int, ...], dict[st
     numbers = raw[0].shape[1], c.k_cmp.shape[1], len(c.k_cmp), num_compressed(c.max_len, l, d)
     kinds = dict(PAGE=0 if c.ring else page, CMP_PAGE=page // d, RING=c.ring)
     own = c.sizes["l_sel"] // d if c.world > 1 else 1
-    kinds |= dict(SEL_BLOCK=own, WORLD=c.world, RANK=c.rank)
+    kinds |= dict(SIZE=own, WORLD=c.world, RANK=c.rank)
     if table is None:
         return raw, c.lens, (0, *numbers), kinds
     return raw, table, (table.shape[1], *numbers), kinds
@@ -69,11 +69,11 @@ def _due_block(length, one, due, T, l, d, most):
 @triton.jit
 def _cmp_place(
     block, TABLE, batch, table_len, cmp_rows, pages, full, l, d, CMP_PAGE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
+    SIZE: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """Row of a compressed token, and may it be touched? In pages it lies with its last raw one.
-    SEL_BLOCK: compressed tokens of a block, see rank_row()."""
-    block = rank_row(block, cmp_rows, SEL_BLOCK, WORLD, RANK)
+    SIZE: compressed tokens of a block, see rank_row()."""
+    block = rank_row(block, cmp_rows, SIZE, WORLD, RANK)
     if CMP_PAGE > 0:
         block += l // d - 1
     return place(block, TABLE, batch, table_len, cmp_rows, pages, full, CMP_PAGE, False)
@@ -83,7 +83,7 @@ def _cmp_place(
 def _decode_raw_kernel(
     K_RAW, V_RAW, LENS, TABLE, K_OUT, V_OUT, k_width, v_width, table_len, raw_rows, cmp_rows, pages,
     most, due, T, l, d, PAGE: tl.constexpr, CMP_PAGE: tl.constexpr, RING: tl.constexpr,
-    SEL_BLOCK: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The l raw rows of each block that is due, in order: K_OUT, V_OUT [B * due, l, width]."""
     one = tl.program_id(0) // l
@@ -100,7 +100,7 @@ def _decode_raw_kernel(
 def _decode_emit_kernel(
     K_NEW, V_NEW, LENS, TABLE, K_CMP, V_CMP, K_DESCALE, V_DESCALE, G, table_len, raw_rows, cmp_rows,
     pages, most, due, T, l, d, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, CMP_PAGE: tl.constexpr, RING: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, CMP_PAGE: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr,
     WORLD: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """Compressed tokens [B * due, G, D] into the cache where their block is full by now. A program:
@@ -110,19 +110,7 @@ def _decode_emit_kernel(
     batch = (one // due).to(tl.int64)
     block, full = _due_block(tl.load(LENS + batch), one, due, T, l, d, most)
     row, there = _cmp_place(
-        block,
-        TABLE,
-        batch,
-        table_len,
-        cmp_rows,
-        pages,
-        full,
-        l,
-        d,
-        CMP_PAGE,
-        SEL_BLOCK,
-        WORLD,
-        RANK,
+        block, TABLE, batch, table_len, cmp_rows, pages, full, l, d, CMP_PAGE, SIZE, WORLD, RANK
     )
     at = tl.arange(0, BLOCK)[None, :]
     source = one.to(tl.int64) * G + group
@@ -189,7 +177,7 @@ def _decode_phi_inner_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     K_HIDDEN: tl.constexpr, V_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, CMP_PAGE: tl.constexpr,
-    RING: tl.constexpr, SEL_BLOCK: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
+    RING: tl.constexpr, SIZE: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
     PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Programs: ROWS blocks of sequences and groups, COLUMNS of the hidden layer for TOKENS of the
@@ -214,7 +202,7 @@ def _outer(
     PART, INNER_BIAS, WEIGHT, BIAS, CMP, TABLE, row, batch, block, group, full, column, rows, G,
     table_len, cmp_rows, pages, l, d, DESCALE, D: tl.constexpr, HIDDEN: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr, PARTS: tl.constexpr, CMP_PAGE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
+    SIZE: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
     PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """silu(sum of PART + INNER_BIAS) WEIGHT^T + BIAS into the rows of full blocks."""
@@ -234,19 +222,7 @@ def _outer(
     x = (x * tl.sigmoid(x)).to(DTYPE)
     out = tl.dot(x, tl.trans(w), input_precision=PRECISION) + bias[None, :]
     to, there = _cmp_place(
-        block,
-        TABLE,
-        batch,
-        table_len,
-        cmp_rows,
-        pages,
-        full,
-        l,
-        d,
-        CMP_PAGE,
-        SEL_BLOCK,
-        WORLD,
-        RANK,
+        block, TABLE, batch, table_len, cmp_rows, pages, full, l, d, CMP_PAGE, SIZE, WORLD, RANK
     )
     to = ((to * G + group) * D)[:, None] + column[None, :]
     mask = there[:, None] & some[None, :]
@@ -260,7 +236,7 @@ def _decode_phi_outer_kernel(
     l, d, D: tl.constexpr, DV: tl.constexpr, K_HIDDEN: tl.constexpr, V_HIDDEN: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr, PAGE: tl.constexpr, CMP_PAGE: tl.constexpr, RING: tl.constexpr,
-    SEL_BLOCK: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
+    SIZE: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
     PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Programs: ROWS blocks of sequences and groups, COLUMNS of their keys or values."""
@@ -271,11 +247,11 @@ def _decode_phi_outer_kernel(
     if tl.program_id(2) == 0:
         _outer(K_PART, K_INNER_BIAS, K_WEIGHT, K_BIAS, K_CMP, TABLE, row, batch, block, group, full,
                column, rows, G, table_len, cmp_rows, pages, l, d, K_DESCALE, D, K_HIDDEN, BLOCK_K,
-               PARTS, CMP_PAGE, SEL_BLOCK, WORLD, RANK, PRECISION, DTYPE)  # fmt: skip
+               PARTS, CMP_PAGE, SIZE, WORLD, RANK, PRECISION, DTYPE)  # fmt: skip
     else:
         _outer(V_PART, V_INNER_BIAS, V_WEIGHT, V_BIAS, V_CMP, TABLE, row, batch, block, group, full,
                column, rows, G, table_len, cmp_rows, pages, l, d, V_DESCALE, DV, V_HIDDEN, BLOCK_V,
-               PARTS, CMP_PAGE, SEL_BLOCK, WORLD, RANK, PRECISION, DTYPE)  # fmt: skip
+               PARTS, CMP_PAGE, SIZE, WORLD, RANK, PRECISION, DTYPE)  # fmt: skip
 
 
 @on_its_device

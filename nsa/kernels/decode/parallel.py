@@ -16,7 +16,16 @@ from nsa.config import NSAConfig
 from nsa.kernels.block_keys import block_keys, visible
 from nsa.kernels.head_rows import head_rows, put_rows
 from nsa.kernels.launch import launch, on_its_device
-from nsa.kernels.tiles import LOG2E, arch_of, cdiv, dot_precision, dot_size, pow2, split_dim
+from nsa.kernels.tiles import (
+    LOG2E,
+    arch_of,
+    cdiv,
+    check_e4m3,
+    dot_precision,
+    dot_size,
+    pow2,
+    split_dim,
+)
 
 MOST_BLOCKS = 1 << 15  # whose keys one program holds in its registers
 CHOOSE_CHUNK = 4096  # blocks that it scores at a time
@@ -329,8 +338,7 @@ def numbers(
     k: Tensor, v: Tensor, k_descale: Tensor, v_descale: Tensor, dtype: torch.dtype, size: int,
     spans: Tensor | None, apart: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if arch_of(k.device) in range(1, 89):
-        raise NotImplementedError("e4m3 before SM 8.9")
+    check_e4m3(arch_of(k.device))
     B, cache_rows, G, _ = k.shape
     T, n = (1, 1) if spans is None else (spans.shape[1], spans.shape[3])
     sequences, rows = (B * T, n * size) if apart else (B, size)

@@ -26,6 +26,7 @@ from nsa.kernels.tiles import (
     LOG2E,
     arch_of,
     cdiv,
+    check_e4m3,
     dot_size,
     head_constants,
     pow2,
@@ -413,8 +414,8 @@ def _check_step(
     rows = q.shape[1] * (q.shape[2] // k_sel.shape[-2])
     if rows > MOST_STEP_ROWS:
         raise NotImplementedError(f"q: T * heads per group must be <= {MOST_STEP_ROWS}, got {rows}")
-    if k_sel.dtype == torch.float8_e4m3fn and 0 < arch_of(q.device) < 89:
-        raise NotImplementedError(f"FP8 caches need SM 8.9 or newer, got {arch_of(q.device)}")
+    if k_sel.dtype == torch.float8_e4m3fn:
+        check_e4m3(arch_of(q.device))
 
 
 @untraced  # launch_planned() goes by addresses
